@@ -1,0 +1,1 @@
+"""What the picker shows of itself: metrics, structured logs, the status API."""

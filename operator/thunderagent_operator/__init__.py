@@ -1,0 +1,1 @@
+"""ThunderAgent operator: watches workers and policies, feeds the endpoint pickers."""
