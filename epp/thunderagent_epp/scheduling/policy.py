@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 import durationpy
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
 SPEC: Final = "spec"
 """Validation context of everything a user writes in YAML: durations must be text, as in the CRD's schema."""
@@ -59,11 +59,15 @@ class AdmissionPolicy(BaseModel):
         0.95, alias="pauseThreshold", description="Share of a worker's capacity above which its programs are paused."
     )
     pause_target: Fraction = Field(
-        0.80, alias="pauseTarget", description="Share of capacity down to which a worker over the threshold is emptied."
+        0.80,
+        alias="pauseTarget",
+        validate_default=True,
+        description="Share of capacity down to which a worker over the threshold is emptied.",
     )
     resume_hysteresis: Fraction = Field(
         0.10,
         alias="resumeHysteresis",
+        validate_default=True,
         description="Share of capacity below the threshold that must stay free when programs are resumed.",
     )
     resume_timeout_seconds: Seconds = Field(
@@ -91,13 +95,13 @@ class AdmissionPolicy(BaseModel):
         None, alias="maxHold", description="A turn held longer is refused; set it below the route's timeout."
     )
 
-    @model_validator(mode="after")
-    def _relations(self) -> Self:
-        if self.pause_target > self.pause_threshold:
-            raise ValueError("pauseTarget must not be above pauseThreshold")
-        if self.resume_hysteresis > self.pause_threshold:
-            raise ValueError("resumeHysteresis must not be above pauseThreshold")
-        return self
+    @field_validator("pause_target", "resume_hysteresis")
+    @classmethod
+    def _not_above_the_threshold(cls, value: float, info: ValidationInfo) -> float:
+        threshold = info.data.get("pause_threshold")
+        if threshold is not None and value > threshold:
+            raise ValueError(f"must not be above the pause threshold: {value:g} > {threshold:g}")
+        return value
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:

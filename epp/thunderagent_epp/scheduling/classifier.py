@@ -1,0 +1,383 @@
+"""Admission by program, the classic rules: *when* a request may go, and where its program has its place.
+
+Theory of operation
+-------------------
+A session's requests form a FIFO and run one at a time. The request at the front *begins* a turn: its program is
+created, or turns from acting to reasoning. From there
+
+    ============  =========================  ====================================================
+    the turn is   its program is             and it leaves that state by
+    ============  =========================  ====================================================
+    waiting       paused and reasoning       resume or force (→ running), abort (→ rolled back)
+    running       active and reasoning       completed (→ acting), abort (→ rolled back)
+    ============  =========================  ====================================================
+
+so a turn waits exactly while its program is paused: nothing else needs to be asked again later, and a waiting
+front is only ever released by the tick. A *final* turn has no program: it removes it as it begins.
+
+Two rules are kept throughout. Every event costs one dictionary look-up when its request is not tracked. And a
+program changes only between `Roster.open` and `Roster.close`, so that ledger and orders are right after every event.
+
+Pure and single-threaded by contract: time is an argument (seconds, never decreasing), decisions are return values.
+The rules and their wording are those of scheduling.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from heapq import heapify, heappop, heappush, heapreplace
+from math import floor
+
+from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
+from thunderagent_epp.scheduling.decisions import (
+    Decision,
+    Mark,
+    Pause,
+    ProgramState,
+    Reason,
+    Reject,
+    Release,
+    Resume,
+    State,
+)
+from thunderagent_epp.scheduling.policy import AdmissionPolicy
+from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
+from thunderagent_epp.scheduling.roster import CONTINUING, IDLE, NEW, Roster
+
+
+class Classifier:
+    """Decides by the classic rules which tracked requests go, and which programs pause and resume."""
+
+    def __init__(self, policy: AdmissionPolicy, snapshot: CapacitySnapshot | None = None) -> None:
+        self._policy = policy
+        self._roster = Roster(policy)
+        self._tracked: dict[str, Turn] = {}
+        self._queues: dict[str, dict[Turn, None]] = {}
+        """Each session's turns in order of arrival; the first may be running."""
+        self._snapshot = CapacitySnapshot()
+        self._placed_by = self._snapshot
+        """The snapshot by which the programs have their places; an older one until the next arrival or tick."""
+        self.snapshot(snapshot or CapacitySnapshot())
+
+    def snapshot(self, snapshot: CapacitySnapshot) -> None:
+        """Take a newer snapshot. Programs on workers that are gone lose their place at the next arrival or tick."""
+        self._snapshot = snapshot
+        threshold = self._policy.pause_threshold
+        self._roster.ledger.limit(
+            {
+                worker.id: floor(worker.capacity_tokens * threshold)
+                for worker in snapshot.workers
+                if worker.capacity_tokens is not None
+            }
+        )
+
+    def arrive(
+        self,
+        request: str,
+        session: str,
+        input_tokens: int,
+        now: float,
+        *,
+        final: bool = False,
+        pinned: WorkerRank | None = None,
+    ) -> tuple[Decision, ...]:
+        """Track a request of ``input_tokens`` >= 0; released at once, rejected, or neither: then it waits."""
+        if request in self._tracked:
+            return (Reject(request, Reason.DUPLICATE_REQUEST),)
+        limit = self._policy.max_tracked_requests
+        if len(self._tracked) >= limit:
+            return (Reject(request, Reason.REQUEST_LIMIT),)
+        if not final and len(self._roster) >= limit and self._roster.get(session) is None:
+            idle = self._roster.longest_idle()
+            if idle is None:
+                return (Reject(request, Reason.PROGRAM_LIMIT),)
+            self._roster.drop(idle[1])
+        self._retire(now)
+        self._settle()
+        turn = Turn(request, session, input_tokens, input_tokens, final, pinned)
+        self._tracked[request] = turn
+        self._queues.setdefault(session, {})[turn] = None
+        return self._admit_front(session, now)
+
+    def sent(self, request: str, worker: WorkerRank) -> None:
+        """The running request really went to ``worker``; its program's place is there now."""
+        turn = self._tracked.get(request)
+        if turn is None or not turn.running:
+            return
+        program = self._program_of(turn)
+        if program is not None and program.worker != worker:
+            self._roster.open(program)
+            program.worker = worker
+            self._roster.close(program)
+
+    def progress(self, request: str, context_tokens: int) -> None:
+        """The live context of a tracked request is ``context_tokens`` now; it never shrinks."""
+        turn = self._tracked.get(request)
+        if turn is None or context_tokens <= turn.context_tokens:
+            return
+        program = self._program_of(turn)
+        if program is None:
+            turn.context_tokens = context_tokens
+        else:
+            self._roster.grow(program, context_tokens)
+
+    def completed(self, request: str, context_tokens: int | None, now: float) -> tuple[Decision, ...]:
+        """The turn ended well with ``context_tokens`` in its context, None for what progress said last."""
+        turn = self._tracked.get(request)
+        if turn is None:
+            return ()
+        if not turn.running:
+            return self.aborted(request, now)
+        program = self._program_of(turn)
+        if program is not None:
+            self._roster.open(program)
+            program.tokens = turn.context_tokens if context_tokens is None else context_tokens
+            program.turn = None
+            program.status = Status.ACTING
+            program.acting_since = now
+            if program.marked:
+                program.marked = False
+                _lose_place(program)
+            self._roster.close(program)
+        return self._forget(turn, now)
+
+    def aborted(self, request: str, now: float) -> tuple[Decision, ...]:
+        """The request failed or its client left: its program is put back as it was before the turn."""
+        turn = self._tracked.get(request)
+        if turn is None:
+            return ()
+        program = self._program_of(turn)
+        if program is not None:
+            self._roster.drop(program)
+            if turn.before is not None:
+                self._roster.add(turn.before)
+        return self._forget(turn, now)
+
+    def tick(self, now: float) -> tuple[Decision, ...]:
+        """What is due every ``scheduler_interval_seconds``: resume, force, pause, in this order."""
+        if not len(self._roster):
+            return ()
+        self._retire(now)
+        self._settle()
+        decisions: list[Decision] = []
+        if self._roster.paused_count:
+            decisions += self._resume()
+            decisions += self._force(now)
+        decisions += self._relieve()
+        return tuple(decisions)
+
+    def dump(self) -> State:
+        """Everything known, at a cost that grows with the number of programs."""
+        ledger = self._roster.ledger
+        return State(
+            programs={
+                program.session: ProgramState(
+                    status=program.status.value,
+                    lifecycle=program.lifecycle.value,
+                    worker=None if program.worker is None else program.worker.worker,
+                    rank=None if program.worker is None else program.worker.rank,
+                    tokens=program.size,
+                    steps=program.steps,
+                    marked=program.marked,
+                )
+                for program in self._roster
+            },
+            used={str(worker): used for worker in sorted(ledger.workers) if (used := ledger.used(worker))},
+            waiting=tuple(sorted(turn.request for turn in self._tracked.values() if not turn.running)),
+            tracked=len(self._tracked),
+        )
+
+    # -- the turn at the front of a session ------------------------------------------------------------------------
+
+    def _admit_front(self, session: str, now: float) -> tuple[Release, ...]:
+        """Begin the session's next turn, unless one has begun and not ended yet."""
+        turn = next(iter(self._queues[session]))
+        if turn.begun:
+            return ()
+        turn.begun = True
+        program = self._roster.get(session)
+        if turn.final:
+            worker = None if program is None else program.worker
+            if program is not None:
+                self._roster.drop(program)
+            turn.running = True
+            return (Release(turn.request, worker),)
+        if program is None:
+            program = Program(session, tokens=turn.input_tokens, turn=turn)
+            self._roster.add(program)
+        else:
+            turn.before = copy(program)
+            self._roster.open(program)
+            program.status = Status.REASONING
+            program.steps += 1
+            program.tokens = turn.input_tokens or program.tokens
+            program.acting_since = None
+            program.turn = turn
+            self._roster.close(program)
+        try:
+            worker = self._place(program, turn)
+        except _DeferError:
+            self._roster.open(program)
+            _lose_place(program)
+            if program.deferred_since is None:
+                program.deferred_since = now
+            self._roster.close(program)
+            return ()
+        return (self._release(program, turn, worker),)
+
+    def _place(self, program: Program, turn: Turn) -> WorkerRank | None:
+        """Where a program that has just begun a turn runs, None to leave it to the selector. Raises _DeferError."""
+        if program.paused:
+            raise _DeferError
+        live, usable = self._snapshot.live, self._snapshot.usable
+        if program.worker in live:
+            return program.worker
+        if not usable:
+            return None
+        if turn.before is None and self._roster.paused_count:
+            raise _DeferError
+        ledger = self._roster.ledger
+        need = turn.input_tokens + self._policy.buffer_per_program
+        candidates = usable if turn.pinned is None else {turn.pinned} & usable.keys()
+        fitting = [(ledger.used(w), w) for w in candidates if usable[w] - ledger.used(w) >= need]
+        if not fitting:
+            raise _DeferError
+        return min(fitting)[1]
+
+    def _release(self, program: Program, turn: Turn, worker: WorkerRank | None) -> Release:
+        self._charge(program, worker)
+        turn.running = True
+        return Release(turn.request, worker)
+
+    def _charge(self, program: Program, worker: WorkerRank | None) -> None:
+        """Make a program active on ``worker``."""
+        self._roster.open(program)
+        program.lifecycle = Lifecycle.ACTIVE
+        program.deferred_since = None
+        program.worker = worker
+        self._roster.close(program)
+
+    def _forget(self, turn: Turn, now: float) -> tuple[Release, ...]:
+        """A request ended, in whatever way: the session's next one is admitted."""
+        del self._tracked[turn.request]
+        queue = self._queues[turn.session]
+        del queue[turn]
+        if queue:
+            return self._admit_front(turn.session, now)
+        del self._queues[turn.session]
+        return ()
+
+    def _program_of(self, turn: Turn) -> Program | None:
+        """The program whose begun turn this is; None for a final turn and for one still behind another."""
+        program = self._roster.get(turn.session)
+        return program if program is not None and program.turn is turn else None
+
+    # -- what is due without a request -----------------------------------------------------------------------------
+
+    def _retire(self, now: float) -> None:
+        """Forget the programs idle for longer than they are retained."""
+        retention = self._policy.session_retention_seconds
+        while (idle := self._roster.longest_idle()) is not None and now - idle[0] >= retention:
+            self._roster.drop(idle[1])
+
+    def _settle(self) -> None:
+        """Take the places on workers that the newest snapshot no longer has, or has in a new incarnation."""
+        before, after = self._placed_by, self._snapshot
+        if before is after:
+            return
+        self._placed_by = after
+        gone = [
+            worker
+            for worker in self._roster.ledger.workers
+            if worker not in after.live
+            or (worker in before.by_id and before.by_id[worker].incarnation != after.by_id[worker].incarnation)
+        ]
+        for worker in gone:
+            for program in self._roster.on(worker):
+                self._roster.open(program)
+                program.worker = None
+                self._roster.close(program)
+
+    def _resume(self) -> Iterator[Decision]:
+        """Take paused programs while they fit the room of all workers together, then place the largest first."""
+        buffer = self._policy.buffer_per_program
+        ceiling = self._policy.pause_threshold - self._policy.resume_hysteresis
+        ledger = self._roster.ledger
+        room = {
+            worker: left
+            for worker, capacity in self._snapshot.usable.items()
+            if (left := floor(capacity * ceiling) - ledger.used(worker)) > buffer
+        }
+        total = sum(room.values())
+        taken: list[tuple[int, str]] = []
+        for group in (CONTINUING, NEW, IDLE):
+            for size, session in self._roster.paused(group):
+                if size + buffer > total:
+                    break  # the rest of the group is at least as large
+                total -= size + buffer
+                taken.append((-size, session))
+        rooms = [(-left, worker) for worker, left in room.items()]
+        heapify(rooms)
+        for negative_size, session in sorted(taken):
+            need = buffer - negative_size
+            if not rooms or -rooms[0][0] < need:
+                continue
+            negative_left, worker = heappop(rooms)
+            if (left := -negative_left - need) > buffer:
+                heappush(rooms, (-left, worker))
+            yield from self._bring_back(session, worker, forced=False)
+
+    def _force(self, now: float) -> Iterator[Decision]:
+        """Resume what was held too long, each where most is left if idle programs fade, even over capacity."""
+        live, usable = self._snapshot.live, self._snapshot.usable
+        due = self._roster.deferred_for(self._policy.resume_timeout_seconds, now)
+        if not due or not live:
+            return
+        decayed = self._roster.decayed_used(now, self._policy.acting_decay_tau_seconds)
+        rooms = [(decayed.get(worker, 0) - capacity, worker) for worker, capacity in usable.items()]
+        heapify(rooms)
+        for program in due:
+            worker = None
+            if rooms:
+                negative_left, worker = rooms[0]
+                heapreplace(rooms, (negative_left + program.size + self._policy.buffer_per_program, worker))
+            yield from self._bring_back(program.session, worker, forced=True)
+
+    def _bring_back(self, session: str, worker: WorkerRank | None, *, forced: bool) -> Iterator[Decision]:
+        program = self._roster.get(session)
+        assert program is not None
+        yield Resume(session, worker, forced)
+        if program.turn is None:
+            self._charge(program, worker)
+        else:
+            yield self._release(program, program.turn, worker)
+
+    def _relieve(self) -> Iterator[Decision]:
+        """Pause idle programs of each worker over its threshold, and mark the running ones if that is not enough."""
+        ledger = self._roster.ledger
+        for worker in ledger.over:
+            capacity = self._snapshot.by_id[worker].capacity_tokens
+            assert capacity is not None
+            target = floor(capacity * self._policy.pause_target)
+            for program in self._roster.idle_on(worker):
+                if ledger.used(worker) <= target:
+                    break
+                self._roster.open(program)
+                _lose_place(program)
+                self._roster.close(program)
+                yield Pause(program.session, worker)
+            if ledger.used(worker) > target:
+                for program in ledger.unmarked(worker):
+                    ledger.mark(program)
+                    yield Mark(program.session, worker)
+
+
+class _DeferError(Exception):
+    """The program cannot go now."""
+
+
+def _lose_place(program: Program) -> None:
+    """Pause an opened program."""
+    program.lifecycle = Lifecycle.PAUSED
+    program.worker = None
