@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from heapq import heapify, heappop, heappush, heapreplace
 from math import floor
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
@@ -43,6 +42,7 @@ from thunderagent_epp.scheduling.decisions import (
 )
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
+from thunderagent_epp.scheduling.rooms import Rooms
 from thunderagent_epp.scheduling.roster import CONTINUING, IDLE, NEW, Roster
 
 
@@ -317,16 +317,16 @@ class Classifier:
                     break  # the rest of the group is at least as large
                 total -= size + buffer
                 taken.append((-size, session))
-        rooms = [(-left, worker) for worker, left in room.items()]
-        heapify(rooms)
+        rooms = Rooms(room)
         for negative_size, session in sorted(taken):
+            program = self._roster.get(session)
+            assert program is not None
+            worker = rooms.largest() if (pinned := _pin(program)) is None else pinned
             need = buffer - negative_size
-            if not rooms or -rooms[0][0] < need:
+            if worker is None or rooms.of(worker) < need:
                 continue
-            negative_left, worker = heappop(rooms)
-            if (left := -negative_left - need) > buffer:
-                heappush(rooms, (-left, worker))
-            yield from self._bring_back(session, worker, forced=False)
+            rooms.take(worker, need, keep_above=buffer)
+            yield from self._bring_back(program, worker, forced=False)
 
     def _force(self, now: float) -> Iterator[Decision]:
         """Resume what was held too long, each where most is left if idle programs fade, even over capacity."""
@@ -335,19 +335,17 @@ class Classifier:
         if not due or not live:
             return
         decayed = self._roster.decayed_used(now, self._policy.acting_decay_tau_seconds)
-        rooms = [(decayed.get(worker, 0) - capacity, worker) for worker, capacity in usable.items()]
-        heapify(rooms)
+        rooms = Rooms({worker: capacity - decayed.get(worker, 0) for worker, capacity in usable.items()})
         for program in due:
-            worker = None
-            if rooms:
-                negative_left, worker = rooms[0]
-                heapreplace(rooms, (negative_left + program.size + self._policy.buffer_per_program, worker))
-            yield from self._bring_back(program.session, worker, forced=True)
+            worker = rooms.largest() if (pinned := _pin(program)) is None else pinned
+            if pinned is not None and pinned not in live:
+                continue
+            if worker is not None and worker in usable:
+                rooms.take(worker, program.size + self._policy.buffer_per_program)
+            yield from self._bring_back(program, worker, forced=True)
 
-    def _bring_back(self, session: str, worker: WorkerRank | None, *, forced: bool) -> Iterator[Decision]:
-        program = self._roster.get(session)
-        assert program is not None
-        yield Resume(session, worker, forced)
+    def _bring_back(self, program: Program, worker: WorkerRank | None, *, forced: bool) -> Iterator[Decision]:
+        yield Resume(program.session, worker, forced)
         if program.turn is None:
             self._charge(program, worker)
         else:
@@ -375,6 +373,11 @@ class Classifier:
 
 class _DeferError(Exception):
     """The program cannot go now."""
+
+
+def _pin(program: Program) -> WorkerRank | None:
+    """The only worker a waiting turn may be charged to; None leaves it to the rules."""
+    return None if program.turn is None else program.turn.pinned
 
 
 def _lose_place(program: Program) -> None:
