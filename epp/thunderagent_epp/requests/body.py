@@ -1,0 +1,162 @@
+"""The body of an inference request: the few fields asked for, and removal of fields a server would refuse.
+
+Bodies reach megabytes and every one passes through the one process of the EPP, so values are located, never built:
+msgspec checks the JSON in one pass and hands back slices of the body. Bodies that no one asked to change go on
+byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from .invalid import InvalidRequest
+
+_NULL = msgspec.Raw(b"null")
+_TRUE = msgspec.Raw(b"true")
+
+
+class RequestBody(msgspec.Struct, frozen=True, gc=False):
+    """The fields of an inference request that the EPP reads, as undecoded JSON; null where absent."""
+
+    model: msgspec.Raw = _NULL
+    stream: msgspec.Raw = _NULL
+    program_id: msgspec.Raw = _NULL
+    extra_body: msgspec.Raw = _NULL
+    messages: msgspec.Raw = _NULL
+    prompt: msgspec.Raw = _NULL
+    input: msgspec.Raw = _NULL
+    tools: msgspec.Raw = _NULL
+    system: msgspec.Raw = _NULL
+    instructions: msgspec.Raw = _NULL
+
+    def prompt_bytes(self) -> int:
+        """Bytes of the prompt fields as they were sent; 0 without any."""
+        return sum(
+            memoryview(field).nbytes
+            for field in (self.messages, self.prompt, self.input, self.tools, self.system, self.instructions)
+            if field != _NULL
+        )
+
+    def model_name(self) -> str:
+        """Return the model asked for, empty when none is named or the name is no string."""
+        return _text(self.model) or ""
+
+    def asks_for_stream(self) -> bool:
+        """Tell whether the answer is to be streamed."""
+        return self.stream == _TRUE
+
+    def program_ids(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and value of each field that may carry the session, first to last.
+
+        Raises InvalidRequest when one is no string.
+        """
+        if self.program_id != _NULL:
+            yield "program_id", _required_text(self.program_id, "program_id")
+        if bytes(memoryview(self.extra_body)[:1]) == b"{":
+            program_id = _decoded(_EXTRA_BODY, self.extra_body).program_id
+            if program_id != _NULL:
+                yield "extra_body.program_id", _required_text(program_id, "extra_body.program_id")
+
+
+class _ExtraBody(msgspec.Struct, frozen=True, gc=False):
+    program_id: msgspec.Raw = _NULL
+
+
+_REQUEST_BODY = msgspec.json.Decoder(RequestBody)
+_EXTRA_BODY = msgspec.json.Decoder(_ExtraBody)
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str)
+
+_T = TypeVar("_T")
+
+
+def parse_body(body: bytes) -> RequestBody:
+    """Locate the fields of a JSON body. Raises InvalidRequest when it does not parse or is no object."""
+    return _decoded(_REQUEST_BODY, body)
+
+
+def strip_fields(body: bytes, fields: tuple[str, ...]) -> bytes:
+    """Return the body without the named top-level fields, everything else byte for byte and in order.
+
+    A body that is no JSON object, or has none of them, comes back as it is. A field given twice is removed twice.
+    """
+    try:
+        members = _MEMBERS.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return body
+    if members.keys().isdisjoint(fields):
+        return body
+    spans = list(_member_spans(body))
+    kept = b",".join(body[start:end] for start, end, name in spans if name not in fields)
+    return body[: spans[0][0]] + kept + body[spans[-1][1] :]
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], body: bytes | msgspec.Raw) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise InvalidRequest("the body is not a JSON object") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body does not parse: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def _text(value: msgspec.Raw) -> str | None:
+    try:
+        return _TEXT.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _required_text(value: msgspec.Raw, name: str) -> str:
+    text = _text(value)
+    if text is None:
+        raise InvalidRequest(f"body field {name} must be a string")
+    return text
+
+
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_IN_OBJECT = re.compile(_STRING + rb"|[{\[,}]", re.DOTALL)
+_IN_VALUE = re.compile(_STRING + rb"|[{\[\]}]", re.DOTALL)
+
+
+def _member_spans(body: bytes) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and name of each top-level member; ``body`` is known to be a JSON object with members.
+
+    A member is all bytes between the commas and braces around it, white space included.
+    """
+    start = position = body.index(b"{") + 1
+    name: bytes | None = None
+    while True:
+        token = _IN_OBJECT.search(body, position)
+        assert token is not None, "a JSON object ends with a brace"
+        position = token.end()
+        match body[token.start()]:
+            case 0x22:  # a string: the name, or a value after it
+                name = name or token.group()
+            case 0x7B | 0x5B:  # an object or array is opened
+                position = _end_of_value(body, position)
+            case delimiter:
+                yield start, token.start(), _TEXT.decode(name or b'""')
+                if delimiter == 0x7D:  # the closing brace
+                    return
+                start, name = position, None
+
+
+def _end_of_value(body: bytes, position: int) -> int:
+    """Return where the object or array ends that was opened just before ``position``."""
+    depth = 1
+    for token in _IN_VALUE.finditer(body, position):
+        match body[token.start()]:
+            case 0x7B | 0x5B:
+                depth += 1
+            case 0x7D | 0x5D:
+                depth -= 1
+                if depth == 0:
+                    return token.end()
+    raise AssertionError("valid JSON closes what it opens")
