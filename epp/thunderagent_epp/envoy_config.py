@@ -12,6 +12,9 @@ The filters, in the order in which a request meets them (an answer meets them fr
 3. ``header_to_metadata`` tells the picker, on the way back, which endpoint really served;
 4. ``router`` sends the request to the address in ``x-gateway-destination-endpoint``.
 
+A request the picker cannot be asked about is answered 503. Envoy cannot let it pass instead (``failure_mode_allow``):
+in ``FULL_DUPLEX_STREAMED`` that is honoured for requests without a body only, and nothing would name a worker.
+
 Header names with underscores stay allowed, against the usual advice for an edge: agents send them (Codex does,
 ``session_id``), and neither the picker nor the workers read an underscore as a dash.
 """
@@ -62,7 +65,6 @@ PICKER_ONLY_HEADERS: Final = (
 
 PICKER_CLUSTER: Final = "thunderagent_picker"
 WORKERS_CLUSTER: Final = "workers"
-FALLBACK_CLUSTER: Final = "fallback_workers"
 
 # Workers are uvicorn servers more often than not; those close a connection that was idle for 5 s (vLLM, SGLang), and
 # a request sent at that moment is lost. Envoy must be the one to close first.
@@ -71,8 +73,11 @@ _WORKER_IDLE_SECONDS: Final = 4
 # A held request is an open request. The defaults (1024) would turn the 1025th hold into a 503.
 _NO_LIMIT: Final = 2**32 - 1
 
+# How much of one connection Envoy keeps before it stops reading. Bodies may be any size, but up to this much goes to
+# the picker as one message, and gRPC servers take messages of 4 MiB unless told otherwise.
+_BUFFER_LIMIT_BYTES: Final = 1024 * 1024
+
 _DNS_LABEL: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
-_HOST_AND_PORT: Final = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
 
 _ACCESS_LOG_FIELDS: Final = {
     "start_time": "%START_TIME%",
@@ -101,12 +106,9 @@ class EnvoyOptions:
     * ``tls``: the picker's port speaks TLS. Without ``picker_ca`` its certificate is not verified, since the picker
       makes its own by default; with it, the certificate must be for ``picker_server_name``, by default the address.
     * ``admin_port``: None for no admin listener; it is unauthenticated, so keep ``admin_address`` on loopback.
-    * ``fail_open_to``: workers, ``ip:port``, ``[v6]:port`` or ``name:port``, that get the requests, round robin,
-      while the picker cannot be reached. Empty: such requests are answered 503.
     * ``worker_connect_timeout_seconds``: > 0, for the connection alone; nothing limits how long an answer takes.
     * ``message_timeout_seconds``: > 0; the picker's time for one message where the filter's modes are changed so that
       the timeout applies. It does not run while a body is in ``FULL_DUPLEX_STREAMED``, so a hold never meets it.
-    * ``buffer_limit_bytes``: ≥ 1; how much of one connection Envoy holds before it stops reading. Bodies may be larger.
     """
 
     listen_address: str = "0.0.0.0"
@@ -119,10 +121,8 @@ class EnvoyOptions:
     admin_address: str = "127.0.0.1"
     admin_port: int | None = None
     access_log: bool = False
-    fail_open_to: tuple[str, ...] = ()
     worker_connect_timeout_seconds: float = 2.0
     message_timeout_seconds: float = 10.0
-    buffer_limit_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if _ip(self.listen_address) is None:
@@ -146,29 +146,24 @@ class EnvoyOptions:
             raise ValueError("picker server name is of no use without a picker CA to verify it")
         if self.picker_server_name is not None and not _is_host(self.picker_server_name):
             raise ValueError(f"picker server name must be an IP address or a DNS name, not {self.picker_server_name!r}")
-        for worker in self.fail_open_to:
-            _host_and_port(worker)
         for name, seconds in (
             ("worker connect timeout", self.worker_connect_timeout_seconds),
             ("message timeout", self.message_timeout_seconds),
         ):
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be above 0 seconds, not {seconds}")
-        if not 1 <= self.buffer_limit_bytes <= _NO_LIMIT:
-            raise ValueError(f"buffer limit must be 1 to {_NO_LIMIT} bytes, not {self.buffer_limit_bytes}")
 
 
 def bootstrap(options: EnvoyOptions) -> bootstrap_v3.Bootstrap:
     """Build the whole configuration of one Envoy: a listener, the way to the picker and the way to the workers."""
-    clusters = [_picker_cluster(options), _workers_cluster(options)]
-    if options.fail_open_to:
-        clusters.append(_fallback_cluster(options))
     return bootstrap_v3.Bootstrap(
         node=core.Node(id="thunderagent-gateway", cluster="thunderagent"),
         admin=None
         if options.admin_port is None
         else bootstrap_v3.Admin(address=_address(options.admin_address, options.admin_port)),
-        static_resources=bootstrap_v3.BootstrapStaticResources(listeners=[_listener(options)], clusters=clusters),
+        static_resources=bootstrap_v3.BootstrapStaticResources(
+            listeners=[_listener(options)], clusters=[_picker_cluster(options), _workers_cluster(options)]
+        ),
     )
 
 
@@ -207,12 +202,12 @@ def _listener(options: EnvoyOptions) -> listener_v3.Listener:
             _filter("envoy.filters.http.header_to_metadata", _served_endpoint_to_metadata()),
             _filter("envoy.filters.http.router", router.Router()),
         ],
-        route_config=_routes(options),
+        route_config=_routes(),
     )
     return listener_v3.Listener(
         name="gateway",
         address=_address(options.listen_address, options.listen_port),
-        per_connection_buffer_limit_bytes=options.buffer_limit_bytes,
+        per_connection_buffer_limit_bytes=_BUFFER_LIMIT_BYTES,
         filter_chains=[
             listener_v3.FilterChain(
                 filters=[
@@ -239,7 +234,6 @@ def _ext_proc(options: EnvoyOptions) -> ext_proc.ExternalProcessor:
     full_duplex = ext_proc.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
     return ext_proc.ExternalProcessor(
         grpc_service=core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=PICKER_CLUSTER)),
-        failure_mode_allow=bool(options.fail_open_to),
         status_on_error=envoy_type.HttpStatus(code=envoy_type.StatusCode.ServiceUnavailable),
         processing_mode=ext_proc.ProcessingMode(
             request_header_mode=send,
@@ -276,40 +270,44 @@ def _served_endpoint_to_metadata() -> header_to_metadata.Config:
     )
 
 
-def _routes(options: EnvoyOptions) -> route.RouteConfiguration:
-    picked = _to_cluster(WORKERS_CLUSTER)
-    routes = [picked]
-    if options.fail_open_to:
-        # Without an answer of the picker there is no destination, and the address-less cluster can send nowhere.
-        assert picked.match is not None
-        picked.match.headers = [route.HeaderMatcher(name=DESTINATION_HEADER, present_match=True)]
-        routes.append(_to_cluster(FALLBACK_CLUSTER))
+def _routes() -> route.RouteConfiguration:
     return route.RouteConfiguration(
         name="gateway",
-        virtual_hosts=[route.VirtualHost(name="every_host", domains=["*"], routes=routes)],
-    )
-
-
-def _to_cluster(cluster: str) -> route.Route:
-    return route.Route(
-        match=route.RouteMatch(prefix="/"),
-        route=route.RouteAction(cluster=cluster, timeout=timedelta(0)),
-        # The router writes this before any other filter sees the answer; _served_endpoint_to_metadata takes it out.
-        response_headers_to_add=[
-            core.HeaderValueOption(
-                header=core.HeaderValue(key=SERVED_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
-                append_action=core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        virtual_hosts=[
+            route.VirtualHost(
+                name="every_host",
+                domains=["*"],
+                routes=[
+                    route.Route(
+                        match=route.RouteMatch(prefix="/"),
+                        route=route.RouteAction(cluster=WORKERS_CLUSTER, timeout=timedelta(0)),
+                        # The router writes this before any filter sees the answer; the served filter takes it out.
+                        response_headers_to_add=[
+                            core.HeaderValueOption(
+                                header=core.HeaderValue(key=SERVED_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
+                                append_action=core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+                            )
+                        ],
+                    )
+                ],
             )
         ],
     )
 
 
 def _picker_cluster(options: EnvoyOptions) -> cluster_v3.Cluster:
+    has_name = _ip(options.picker_address) is None
+    picker = endpoint.Endpoint(address=_address(options.picker_address, options.picker_port))
     return cluster_v3.Cluster(
         name=PICKER_CLUSTER,
-        **_discovery([(options.picker_address, options.picker_port)]),
+        type=cluster_v3.ClusterDiscoveryType.STRICT_DNS if has_name else cluster_v3.ClusterDiscoveryType.STATIC,
+        # "localhost" has both families and a picker often only one; IPv4 is the one that is there.
+        dns_lookup_family=cluster_v3.ClusterDnsLookupFamily.V4_PREFERRED,
         lb_policy=cluster_v3.ClusterLbPolicy.ROUND_ROBIN,
-        load_assignment=_endpoints(PICKER_CLUSTER, [(options.picker_address, options.picker_port)]),
+        load_assignment=endpoint.ClusterLoadAssignment(
+            cluster_name=PICKER_CLUSTER,
+            endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=[endpoint.LbEndpoint(endpoint=picker)])],
+        ),
         connect_timeout=timedelta(seconds=2),
         transport_socket=_tls_to_picker(options) if options.tls else None,
         typed_extension_protocol_options=_http_options(
@@ -319,7 +317,7 @@ def _picker_cluster(options: EnvoyOptions) -> cluster_v3.Cluster:
                 )
             )
         ),
-        **_open_ended(options),
+        **_open_ended(),
     )
 
 
@@ -331,25 +329,8 @@ def _workers_cluster(options: EnvoyOptions) -> cluster_v3.Cluster:
         original_dst_lb_config=cluster_v3.ClusterOriginalDstLbConfig(
             use_http_header=True, http_header_name=DESTINATION_HEADER
         ),
-        **_worker_connections(options),
-    )
-
-
-def _fallback_cluster(options: EnvoyOptions) -> cluster_v3.Cluster:
-    workers = [_host_and_port(worker) for worker in options.fail_open_to]
-    return cluster_v3.Cluster(
-        name=FALLBACK_CLUSTER,
-        **_discovery(workers),
-        lb_policy=cluster_v3.ClusterLbPolicy.ROUND_ROBIN,
-        load_assignment=_endpoints(FALLBACK_CLUSTER, workers),
-        **_worker_connections(options),
-    )
-
-
-def _worker_connections(options: EnvoyOptions) -> dict[str, Any]:
-    return {
-        "connect_timeout": timedelta(seconds=options.worker_connect_timeout_seconds),
-        "typed_extension_protocol_options": _http_options(
+        connect_timeout=timedelta(seconds=options.worker_connect_timeout_seconds),
+        typed_extension_protocol_options=_http_options(
             upstream_http.HttpProtocolOptions(
                 common_http_protocol_options=core.HttpProtocolOptions(
                     idle_timeout=timedelta(seconds=_WORKER_IDLE_SECONDS)
@@ -359,14 +340,14 @@ def _worker_connections(options: EnvoyOptions) -> dict[str, Any]:
                 ),
             )
         ),
-        **_open_ended(options),
-    }
+        **_open_ended(),
+    )
 
 
-def _open_ended(options: EnvoyOptions) -> dict[str, Any]:
+def _open_ended() -> dict[str, Any]:
     """What a cluster needs whose requests may be many, long and silent: no breakers, and dead peers found by TCP."""
     return {
-        "per_connection_buffer_limit_bytes": options.buffer_limit_bytes,
+        "per_connection_buffer_limit_bytes": _BUFFER_LIMIT_BYTES,
         "circuit_breakers": cluster_v3.CircuitBreakers(
             thresholds=[
                 cluster_v3.CircuitBreakersThresholds(
@@ -414,30 +395,6 @@ def _http_options(options: upstream_http.HttpProtocolOptions) -> dict[str, Packe
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": PackedMessage.pack(options)}
 
 
-def _discovery(hosts: list[tuple[str, int]]) -> dict[str, Any]:
-    if all(_ip(host) is not None for host, _ in hosts):
-        return {"type": cluster_v3.ClusterDiscoveryType.STATIC}
-    return {
-        "type": cluster_v3.ClusterDiscoveryType.STRICT_DNS,
-        # "localhost" has both families and a picker often only one; IPv4 is the one that is there.
-        "dns_lookup_family": cluster_v3.ClusterDnsLookupFamily.V4_PREFERRED,
-    }
-
-
-def _endpoints(cluster: str, hosts: list[tuple[str, int]]) -> endpoint.ClusterLoadAssignment:
-    return endpoint.ClusterLoadAssignment(
-        cluster_name=cluster,
-        endpoints=[
-            endpoint.LocalityLbEndpoints(
-                lb_endpoints=[
-                    endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(host, port)))
-                    for host, port in hosts
-                ]
-            )
-        ],
-    )
-
-
 def _address(host: str, port: int) -> core.Address:
     bare = _bare(host)
     return core.Address(
@@ -462,11 +419,3 @@ def _is_host(host: str) -> bool:
     labels = host.removesuffix(".").split(".")
     # An all-numeric last label is a mistyped IPv4 address, never a name.
     return len(host) <= 253 and all(map(_DNS_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    found = _HOST_AND_PORT.fullmatch(text)
-    host = found and (found["v6"] or found["host"])
-    if not found or not host or not _is_host(host) or not 1 <= int(found["port"]) <= 65535:
-        raise ValueError(f"worker to fail open to must be ip:port, [v6]:port or name:port, not {text!r}")
-    return host, int(found["port"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import os
 import shutil
@@ -17,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -92,6 +91,7 @@ async def running_envoy(
         admin_address = Path(directory, "admin-address")
         log: deque[str] = deque(maxlen=_LOG_LINES_KEPT)
         process = await asyncio.create_subprocess_exec(
+            *_ended_with_parent(os.getpid()),
             envoy_binary(),
             *("--config-path", configuration, "--admin-address-path", admin_address),
             *("--concurrency", str(concurrency), "--log-level", log_level, "--log-format", "[%l] %v"),
@@ -101,18 +101,15 @@ async def running_envoy(
             stdout=None if options.access_log else asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),
         )
         assert process.stderr is not None
         reader = asyncio.create_task(_keep_last_lines(process.stderr, log))
         try:
-            async with asyncio.timeout(ready_within_seconds):
-                admin_port = await _admin_port(process, admin_address)
-                port = await _listening_port(process, admin_port)
+            port, admin_port = await _ready(process, admin_address, ready_within_seconds)
             yield RunningEnvoy(port=port, admin_port=admin_port, pid=process.pid, _log=log)
-        except (TimeoutError, _EndedError) as failure:
-            why = "ended" if isinstance(failure, _EndedError) else f"was not ready after {ready_within_seconds:g} s"
+        except _NotReadyError as why:
             _kill(process)
+            # All it said, before quoting the line that tells.
             await reader
             raise EnvoyError(f"Envoy {why}: {_last_words(log)}") from None
         finally:
@@ -121,7 +118,7 @@ async def running_envoy(
             await reader
 
 
-class _EndedError(Exception):
+class _NotReadyError(Exception):
     pass
 
 
@@ -130,15 +127,20 @@ def _write(options: EnvoyOptions, file: Path) -> Path:
     return file
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def _ended_with_parent(parent: int) -> tuple[str, ...]:
+    """The start of a command line whose program the kernel kills when ``parent`` dies; empty where it cannot.
+
+    A step between, and not ``preexec_fn``: that would fork a process whose threads are inside gRPC.
+    """
     if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return before_exec
+        return ()
+    step = (
+        "import ctypes, os, signal, sys\n"
+        f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)\n"
+        # The parent may have died before the kernel was asked.
+        f"os.getppid() == {parent} and os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    return (sys.executable, "-I", "-S", "-c", step)
 
 
 async def _keep_last_lines(stream: asyncio.StreamReader, log: deque[str]) -> None:
@@ -150,6 +152,18 @@ async def _keep_last_lines(stream: asyncio.StreamReader, log: deque[str]) -> Non
         if not line:
             return
         log.append(line.decode(errors="replace").rstrip())
+
+
+async def _ready(process: asyncio.subprocess.Process, admin_address: Path, within_seconds: float) -> tuple[int, int]:
+    """Wait until Envoy serves; give its listener's port and its admin port. Raises _NotReadyError that says why not."""
+    try:
+        async with asyncio.timeout(within_seconds):
+            admin_port = await _admin_port(process, admin_address)
+            return await _listening_port(process, admin_port), admin_port
+    except TimeoutError:
+        raise _NotReadyError(f"was not ready after {within_seconds:g} s") from None
+    except aiohttp.ClientError:
+        raise _NotReadyError("ended") from None
 
 
 async def _admin_port(process: asyncio.subprocess.Process, file: Path) -> int:
@@ -185,7 +199,7 @@ async def _ask_again(process: asyncio.subprocess.Process) -> None:
     """Give Envoy a moment, or learn that it has ended."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), _ASK_AGAIN_SECONDS)
-        raise _EndedError
+        raise _NotReadyError("ended")
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

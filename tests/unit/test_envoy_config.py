@@ -86,8 +86,6 @@ def authority(tmp_path: Path) -> Path:
         pytest.param(EnvoyOptions(picker_address="[fd00::7]", picker_port=19002), id="bracketed-ipv6"),
         pytest.param(EnvoyOptions(picker_address="thunderagent-epp.llm.svc.cluster.local."), id="dns"),
         pytest.param(EnvoyOptions(listen_port=0, admin_port=0, access_log=True), id="free-ports-and-access-log"),
-        pytest.param(EnvoyOptions(fail_open_to=("10.0.0.1:8000", "[fd00::1]:8000")), id="fail-open-to-addresses"),
-        pytest.param(EnvoyOptions(fail_open_to=("10.0.0.1:8000", "vllm.llm.svc:8000")), id="fail-open-to-a-name"),
     ],
 )
 def test_envoy_accepts_what_the_options_make(options: EnvoyOptions, tmp_path: Path) -> None:
@@ -200,16 +198,10 @@ def test_a_verified_picker_must_own_the_name_it_is_called_by(authority: Path) ->
     }
 
 
-def test_requests_fail_when_the_picker_is_gone_unless_workers_are_named() -> None:
-    closed = http_filter(EnvoyOptions(), "envoy.filters.http.ext_proc")
-    assert "failure_mode_allow" not in closed
-    assert closed["status_on_error"] == {"code": "ServiceUnavailable"}
-    opened = EnvoyOptions(fail_open_to=("10.0.0.1:8000",))
-    assert http_filter(opened, "envoy.filters.http.ext_proc")["failure_mode_allow"] is True
-    picked, unpicked = connection_manager(opened)["route_config"]["virtual_hosts"][0]["routes"]
-    assert picked["match"]["headers"] == [{"name": "x-gateway-destination-endpoint", "present_match": True}]
-    assert picked["route"]["cluster"] == "workers"
-    assert unpicked["route"]["cluster"] == "fallback_workers"
+def test_a_request_the_picker_cannot_be_asked_about_is_unavailable() -> None:
+    asked = http_filter(EnvoyOptions(), "envoy.filters.http.ext_proc")
+    assert asked["status_on_error"] == {"code": "ServiceUnavailable"}
+    assert "failure_mode_allow" not in asked
 
 
 def test_the_admin_listener_is_off_unless_asked_for_and_then_on_loopback() -> None:
@@ -245,17 +237,8 @@ def test_the_access_log_holds_neither_query_nor_session() -> None:
             "picker CA is of no use when the picker is spoken to in plaintext",
         ),
         ({"picker_server_name": "epp"}, "picker server name is of no use without a picker CA to verify it"),
-        (
-            {"fail_open_to": ("10.0.0.1",)},
-            "worker to fail open to must be ip:port, [v6]:port or name:port, not '10.0.0.1'",
-        ),
-        (
-            {"fail_open_to": ("fd00::1:8000",)},
-            "worker to fail open to must be ip:port, [v6]:port or name:port, not 'fd00::1:8000'",
-        ),
         ({"worker_connect_timeout_seconds": 0.0}, "worker connect timeout must be above 0 seconds, not 0.0"),
         ({"message_timeout_seconds": float("nan")}, "message timeout must be above 0 seconds, not nan"),
-        ({"buffer_limit_bytes": 0}, "buffer limit must be 1 to 4294967295 bytes, not 0"),
     ],
 )
 def test_a_wrong_option_is_named(wrong: dict[str, Any], message: str) -> None:
