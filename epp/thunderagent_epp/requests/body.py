@@ -8,7 +8,7 @@ byte for byte.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -90,7 +90,7 @@ def strip_fields(body: bytes, fields: tuple[str, ...]) -> bytes:
         return body
     if members.keys().isdisjoint(fields):
         return body
-    spans = list(_member_spans(body))
+    spans = list(_member_spans(body, members))
     kept = b",".join(body[start:end] for start, end, name in spans if name not in fields)
     return body[: spans[0][0]] + kept + body[spans[-1][1] :]
 
@@ -120,43 +120,42 @@ def _required_text(value: msgspec.Raw, name: str) -> str:
     return text
 
 
+_CLOSING_BRACE = ord("}")
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_IN_OBJECT = re.compile(_STRING + rb"|[{\[,}]", re.DOTALL)
-_IN_VALUE = re.compile(_STRING + rb"|[{\[\]}]", re.DOTALL)
+_NAME = re.compile(rb"\s*+(" + _STRING + rb")\s*+:\s*+", re.DOTALL)
+_END_OF_MEMBER = re.compile(rb"\s*+[,}]")
+_TOKEN = re.compile(_STRING + rb"|[{\[\]},]", re.DOTALL)
 
 
-def _member_spans(body: bytes) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and name of each top-level member; ``body`` is known to be a JSON object with members.
+def _member_spans(body: bytes, members: Mapping[str, msgspec.Raw]) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and name of each top-level member of a JSON object that has some and has been checked.
 
     A member is all bytes between the commas and braces around it, white space included.
     """
-    start = position = body.index(b"{") + 1
-    name: bytes | None = None
-    while True:
-        token = _IN_OBJECT.search(body, position)
-        assert token is not None, "a JSON object ends with a brace"
-        position = token.end()
-        match body[token.start()]:
-            case 0x22:  # a string: the name, or a value after it
-                name = name or token.group()
-            case 0x7B | 0x5B:  # an object or array is opened
-                position = _end_of_value(body, position)
-            case delimiter:
-                yield start, token.start(), _TEXT.decode(name or b'""')
-                if delimiter == 0x7D:  # the closing brace
-                    return
-                start, name = position, None
+    end = body.index(b"{")
+    while body[end] != _CLOSING_BRACE:
+        start = end + 1
+        key = _NAME.match(body, start)
+        assert key is not None, "a member of a JSON object begins with its name"
+        name = _TEXT.decode(key[1])
+        end = _end_of_member(body, key.end(), bytes(members[name]))
+        yield start, end, name
 
 
-def _end_of_value(body: bytes, position: int) -> int:
-    """Return where the object or array ends that was opened just before ``position``."""
-    depth = 1
-    for token in _IN_VALUE.finditer(body, position):
-        match body[token.start()]:
-            case 0x7B | 0x5B:
-                depth += 1
-            case 0x7D | 0x5D:
-                depth -= 1
-                if depth == 0:
-                    return token.end()
+def _end_of_member(body: bytes, position: int, likely: bytes) -> int:
+    """Return where the comma or brace is that ends the value at ``position``."""
+    if body.startswith(likely, position):
+        found = _END_OF_MEMBER.match(body, position + len(likely))
+        if found is not None:
+            return found.end() - 1
+    # Of a name given twice only the last value is known: look for the end of this one.
+    depth = 0
+    for token in _TOKEN.finditer(body, position):
+        character = token[0][:1]
+        if depth == 0 and character in b",}":
+            return token.start()
+        if character in b"{[":
+            depth += 1
+        elif character in b"}]":
+            depth -= 1
     raise AssertionError("valid JSON closes what it opens")
