@@ -24,7 +24,7 @@ The rules and their wording are those of scheduling.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from math import floor
 
@@ -53,6 +53,7 @@ class Classifier:
         self._policy = policy
         self._roster = Roster(policy)
         self._tracked: dict[str, Turn] = {}
+        self._running = 0
         self._queues: dict[str, dict[Turn, None]] = {}
         """Each session's turns in order of arrival; the first may be running."""
         self._snapshot = CapacitySnapshot()
@@ -71,6 +72,39 @@ class Classifier:
                 if worker.capacity_tokens is not None
             }
         )
+
+    def configure(self, policy: AdmissionPolicy) -> None:
+        """Go on under other parameters; every charge is made anew, at the cost of a look at every program."""
+        programs = list(self._roster)
+        self._policy = policy
+        self._roster = Roster(policy)
+        for program in programs:
+            self._roster.add(program)
+        self.snapshot(self._snapshot)
+
+    @property
+    def tracked(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tracked)
+
+    @property
+    def waiting(self) -> int:
+        """Tracked requests that have not been released."""
+        return len(self._tracked) - self._running
+
+    @property
+    def census(self) -> Mapping[tuple[Status, Lifecycle], int]:
+        """How many programs there are of each status and lifecycle."""
+        return self._roster.census
+
+    def used(self, worker: WorkerRank) -> int:
+        """Tokens charged to one worker."""
+        return self._roster.ledger.used(worker)
+
+    def lifecycle(self, session: str) -> Lifecycle | None:
+        """Whether a session's program is active or paused; None where there is no program."""
+        program = self._roster.get(session)
+        return None if program is None else program.lifecycle
 
     def arrive(
         self,
@@ -201,8 +235,7 @@ class Classifier:
             worker = None if program is None else program.worker
             if program is not None:
                 self._roster.drop(program)
-            turn.running = True
-            return (Release(turn.request, worker),)
+            return (self._start(turn, worker),)
         if program is None:
             program = Program(session, tokens=turn.input_tokens, turn=turn)
             self._roster.add(program)
@@ -247,7 +280,11 @@ class Classifier:
 
     def _release(self, program: Program, turn: Turn, worker: WorkerRank | None) -> Release:
         self._charge(program, worker)
+        return self._start(turn, worker)
+
+    def _start(self, turn: Turn, worker: WorkerRank | None) -> Release:
         turn.running = True
+        self._running += 1
         return Release(turn.request, worker)
 
     def _charge(self, program: Program, worker: WorkerRank | None) -> None:
@@ -261,6 +298,7 @@ class Classifier:
     def _forget(self, turn: Turn, now: float) -> tuple[Release, ...]:
         """A request ended, in whatever way: the session's next one is admitted."""
         del self._tracked[turn.request]
+        self._running -= turn.running
         queue = self._queues[turn.session]
         del queue[turn]
         if queue:

@@ -7,6 +7,7 @@ with every few tokens of every answer and has its own short way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
 from math import floor
@@ -16,7 +17,7 @@ from sortedcontainers import SortedList
 from thunderagent_epp.scheduling.capacity import WorkerRank
 from thunderagent_epp.scheduling.ledger import Ledger
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
-from thunderagent_epp.scheduling.program import Program, Status
+from thunderagent_epp.scheduling.program import Lifecycle, Program, Status
 
 CONTINUING, NEW, IDLE = range(3)
 """The order in which paused programs are resumed: waiting continuations, those of one turn, other idle ones."""
@@ -31,6 +32,8 @@ class Roster:
         self._paused: tuple[SortedList[tuple[int, str]], ...] = (SortedList(), SortedList(), SortedList())
         self._deferred: SortedList[tuple[float, str]] = SortedList()
         self._idle: SortedList[tuple[float, str]] = SortedList()
+        self.census: Counter[tuple[Status, Lifecycle]] = Counter()
+        """How many programs there are of each status and lifecycle."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -55,6 +58,7 @@ class Roster:
 
     def open(self, program: Program) -> None:
         """Take a program out of every order and of the ledger, to change it."""
+        self.census[program.status, program.lifecycle] -= 1
         if program.paused:
             self._paused[_group(program)].remove((program.size, program.session))
             if program.deferred_since is not None:
@@ -66,6 +70,7 @@ class Roster:
 
     def close(self, program: Program) -> None:
         """Put a changed program back where it now belongs."""
+        self.census[program.status, program.lifecycle] += 1
         if program.paused:
             self._paused[_group(program)].add((program.size, program.session))
             if program.deferred_since is not None:

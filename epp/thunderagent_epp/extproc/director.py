@@ -1,0 +1,453 @@
+"""Joins classifier and selector for the server: one request in, one placement out, now or after a hold.
+
+The server asks `Director.admit` once a request is whole and tells the returned `Admission` what becomes of it. The
+director owns the only classifier and selector of the process and gives each the events of the other, so that what is
+charged, what is counted as load and what was really sent never drift apart. It knows neither the protocol nor HTTP.
+It runs in the event loop's thread and never awaits while it decides; a hold is one future that the releasing event
+sets, so nothing polls and nothing runs for a request that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from thunderagent_epp.extproc.actions import Cause
+from thunderagent_epp.extproc.errors import Refusal, Refused
+from thunderagent_epp.extproc.subset import Subset
+from thunderagent_epp.requests.answer import AnswerReader, context_tokens
+from thunderagent_epp.requests.inference import InferenceRequest
+from thunderagent_epp.requests.policy import RequestPolicy
+from thunderagent_epp.requests.tokens import BytesPerToken
+from thunderagent_epp.scheduling.capacity import WorkerRank
+from thunderagent_epp.scheduling.classifier import Classifier
+from thunderagent_epp.scheduling.decisions import Decision, Reason, Reject, Release, Resume, State
+from thunderagent_epp.scheduling.program import Lifecycle
+from thunderagent_epp.scheduling.selector import Selector
+from thunderagent_epp.snapshot import Snapshot
+from thunderagent_epp.telemetry.logs import logger
+from thunderagent_epp.telemetry.metrics import HoldClass, Metrics, Outcome
+from thunderagent_epp.telemetry.status import (
+    Gauges,
+    Readiness,
+    SnapshotStatus,
+    Status,
+    policy_parameters,
+    worker_statuses,
+)
+
+_log = logger("scheduling")
+
+DEFAULT_MAX_HELD_BYTES = 1 << 30
+
+_REFUSALS = {Reason.REQUEST_LIMIT: Refusal.REQUEST_LIMIT, Reason.PROGRAM_LIMIT: Refusal.PROGRAM_LIMIT}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes: ``endpoint`` is ``ip:port`` or ``[v6]:port``."""
+
+    endpoint: str
+
+
+class Admission:
+    """One request the director let in; `placement` is None while it is held.
+
+    The server tells it each thing once and in order: `responding`, `progress`, and in the end `ended`, whatever the
+    end is. A held admission may be ended at any moment: its program is then as it was before.
+    """
+
+    __slots__ = (
+        "_director",
+        "_ended",
+        "_held_since",
+        "_hold",
+        "_hold_class",
+        "_hold_timer",
+        "body_bytes",
+        "id",
+        "input_tokens",
+        "placement",
+        "request",
+        "subset",
+        "tracked",
+        "worker",
+    )
+
+    def __init__(
+        self, director: Director, request_id: str, request: InferenceRequest, subset: Subset | None, body_bytes: int
+    ) -> None:
+        self._director = director
+        self._ended = False
+        self._hold: asyncio.Future[Placement | Refused] | None = None
+        self._hold_class = HoldClass.NEW
+        self._hold_timer: asyncio.TimerHandle | None = None
+        self._held_since = 0.0
+        self.body_bytes = body_bytes
+        self.id = request_id
+        self.input_tokens = 0
+        self.placement: Placement | None = None
+        self.request = request
+        self.subset = subset
+        self.tracked = False
+        """Whether the classifier knows it."""
+        self.worker: WorkerRank | None = None
+
+    async def released(self) -> Placement:
+        """Wait for the release. Raises Refused if the hold ends otherwise; cancelling it leaves `ended` to be told."""
+        assert self._hold is not None, "only a held request is waited for"
+        outcome = await self._hold
+        if isinstance(outcome, Refused):
+            raise outcome
+        return outcome
+
+    def responding(self, served: str | None) -> None:
+        """The answer has begun; ``served`` is the endpoint it comes from, None where the proxy does not say."""
+        self._director._responding(self, served)
+
+    def progress(self, events: int) -> None:
+        """``events`` data events of the answer have been seen."""
+        self._director._progress(self, self.input_tokens + events)
+
+    def ended(self, completed: bool, reader: AnswerReader | None, cause: Cause) -> None:
+        """The one terminal hook: a 2xx answer was seen to its end, or anything else ended the request."""
+        assert not self._ended, "a request ends once"
+        self._ended = True
+        self._director._end(self, completed, reader, cause)
+
+
+class Director:
+    """Admits, holds, places and accounts for every request of the process.
+
+    ``clock`` gives seconds that never decrease. ``max_held_bytes`` bounds the bodies of held requests.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._max_held_bytes = max_held_bytes
+        self._clock = clock
+        self._snapshot: Snapshot | None = None
+        self._applied_at = 0.0
+        self._classifier: Classifier | None = None
+        self._selector = Selector()
+        self._bytes_per_token = BytesPerToken()
+        self._by_endpoint: dict[str, WorkerRank] = {}
+        self._ids = count(1)
+        self._held: dict[str, Admission] = {}
+        self._held_bytes = 0
+        self._draining = False
+        self._open_streams: Callable[[], int] = lambda: 0
+        self._interval_changed = asyncio.Event()
+        self._carrying_out: deque[Decision] | None = None
+
+    # -- the process around it -------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> RequestPolicy:
+        """How requests are to be read; the defaults before the first snapshot."""
+        return RequestPolicy() if self._snapshot is None else self._snapshot.requests
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether requests are taken."""
+        if self._draining:
+            return Readiness.DRAINING
+        return Readiness.NO_SNAPSHOT if self._snapshot is None else Readiness.OK
+
+    def apply(self, snapshot: Snapshot) -> None:
+        """Take a newer snapshot into force; what it changes shows at the next arrival or tick."""
+        before, self._snapshot, self._applied_at = self._snapshot, snapshot, self._clock()
+        self._by_endpoint = {worker.endpoint: worker.id for worker in snapshot.capacity.workers}
+        self._selector.snapshot(snapshot.capacity)
+        self._metrics.keep_workers(snapshot.capacity.by_id)
+        if before is None or before.admission != snapshot.admission:
+            self._configure(snapshot)
+        elif self._classifier is not None:
+            self._classifier.snapshot(snapshot.capacity)
+
+    async def run(self) -> None:
+        """Tick at the policy's interval until cancelled."""
+        while True:
+            interval = None if self._snapshot is None else self._snapshot.admission.scheduler_interval_seconds
+            try:
+                async with asyncio.timeout(interval):
+                    await self._interval_changed.wait()
+                self._interval_changed.clear()
+            except TimeoutError:
+                self.tick()
+
+    def tick(self) -> None:
+        """Resume, force and pause what is due, and log what that changed."""
+        if self._classifier is None:
+            return
+        decisions = self._classifier.tick(self._clock())
+        self._carry_out(decisions)
+        if not decisions:
+            return
+        forced = sum(isinstance(decision, Resume) and decision.forced for decision in decisions)
+        if forced:
+            _log.warning("resumes_forced", programs=forced)
+        census = self._classifier.census
+        _log.debug(
+            "tick",
+            decisions=len(decisions),
+            tracked=self._classifier.tracked,
+            waiting=self._classifier.waiting,
+            programs={f"{status}_{lifecycle}": number for (status, lifecycle), number in census.items()},
+        )
+
+    def drain(self) -> None:
+        """Refuse every held request and every new one; those released go on."""
+        self._draining = True
+        for admission in list(self._held.values()):
+            self._refuse_hold(admission, Refused(Refusal.DRAINING))
+
+    def watch_streams(self, open_streams: Callable[[], int]) -> None:
+        """Where the number of open streams can be asked for."""
+        self._open_streams = open_streams
+
+    def gauges(self) -> Gauges:
+        """The numbers of this moment."""
+        classifier, snapshot = self._classifier, self._snapshot
+        return Gauges(
+            readiness=self.readiness,
+            snapshot=self._snapshot_status(),
+            workers=() if snapshot is None else worker_statuses(snapshot.capacity, self._used),
+            programs={} if classifier is None else {(str(s), str(c)): n for (s, c), n in classifier.census.items()},
+            waiting=0 if classifier is None else classifier.waiting,
+            tracked=0 if classifier is None else classifier.tracked,
+            holds=len(self._held),
+            held_bytes=self._held_bytes,
+            open_streams=self._open_streams(),
+            bytes_per_token=self._bytes_per_token.ratios(),
+        )
+
+    def status(self) -> Status:
+        """Everything there is to see, with every program."""
+        snapshot = self._snapshot
+        nothing = State(programs={}, used={}, waiting=(), tracked=0)
+        return Status(
+            readiness=self.readiness,
+            policy=None if snapshot is None else policy_parameters(snapshot),
+            snapshot=self._snapshot_status(),
+            holds=len(self._held),
+            held_bytes=self._held_bytes,
+            workers=() if snapshot is None else worker_statuses(snapshot.capacity, self._used),
+            state=nothing if self._classifier is None else self._classifier.dump(),
+        )
+
+    # -- one request -----------------------------------------------------------------------------------------------
+
+    def admit(self, request: InferenceRequest, *, subset: Subset | None, body_bytes: int) -> Admission:
+        """Let a request in: placed at once or held. Raises Refused, with nothing changed."""
+        if self._draining:
+            raise Refused(Refusal.DRAINING)
+        if self._snapshot is None:
+            raise Refused(Refusal.NO_SNAPSHOT)
+        candidates = self._candidates(subset)
+        if self._selector.pick(None, candidates) is None:
+            raise Refused(Refusal.NO_ENDPOINTS)
+        admission = Admission(self, str(next(self._ids)), request, subset, body_bytes)
+        admission.input_tokens = self._bytes_per_token.input_tokens(request.model, request.prompt_bytes)
+        classifier = self._classifier
+        if classifier is None or request.session is None:
+            self._place(admission, None, candidates)
+            return admission
+        lifecycle = classifier.lifecycle(request.session)
+        decisions = classifier.arrive(
+            admission.id, request.session, admission.input_tokens, self._clock(), final=request.final
+        )
+        match decisions:
+            case (Reject(reason=reason),):
+                raise Refused(_REFUSALS[reason])
+            case (Release(worker=worker),):
+                admission.tracked = True
+                self._place(admission, worker, candidates)
+            case _:
+                admission.tracked = True
+                self._start_hold(admission, lifecycle)
+        return admission
+
+    def _candidates(self, subset: Subset | None) -> frozenset[WorkerRank] | None:
+        if subset is None:
+            return None
+        return frozenset(worker for endpoint, worker in self._by_endpoint.items() if subset.allows(endpoint))
+
+    def _place(
+        self, admission: Admission, target: WorkerRank | None, candidates: frozenset[WorkerRank] | None
+    ) -> Placement:
+        """Select, and account for it. Raises Refused if no candidate is left, which only a hold can see happen."""
+        assert self._snapshot is not None
+        worker = self._selector.pick(target, candidates)
+        if worker is None:
+            raise Refused(Refusal.NO_ENDPOINTS)
+        admission.worker = worker
+        self._selector.started(admission.id, worker, admission.input_tokens)
+        if admission.tracked and self._classifier is not None:
+            self._classifier.sent(admission.id, worker)
+        self._metrics.pick(worker)
+        admission.placement = Placement(self._snapshot.capacity.by_id[worker].endpoint)
+        _log.debug("released", request=admission.id, session=admission.request.session, worker=str(worker))
+        return admission.placement
+
+    def _responding(self, admission: Admission, served: str | None) -> None:
+        worker = None if served is None else self._by_endpoint.get(served)
+        if worker is not None and worker != admission.worker:
+            admission.worker = worker
+            if admission.tracked and self._classifier is not None:
+                self._classifier.sent(admission.id, worker)
+        self._selector.responding(admission.id, worker)
+
+    def _progress(self, admission: Admission, tokens: int) -> None:
+        self._selector.progress(admission.id, tokens)
+        if admission.tracked and self._classifier is not None:
+            self._classifier.progress(admission.id, tokens)
+
+    def _end(self, admission: Admission, completed: bool, reader: AnswerReader | None, cause: Cause) -> None:
+        request = admission.request
+        tokens = None
+        if completed and reader is not None:
+            tokens = context_tokens(reader, admission.input_tokens, self._bytes_per_token.ratio(request.model))
+            if request.inference:
+                self._learn(request, reader)
+        self._selector.ended(admission.id)
+        if cause is not Cause.REFUSED:
+            self._metrics.request(request.path, Outcome.COMPLETED if completed else Outcome.ABORTED)
+        _log.debug(
+            "ended",
+            request=admission.id,
+            session=request.session,
+            cause=str(cause),
+            input_tokens=admission.input_tokens,
+            context_tokens=tokens,
+        )
+        self._leave_hold(admission)
+        if not admission.tracked or self._classifier is None:
+            return
+        now = self._clock()
+        if completed:
+            self._carry_out(self._classifier.completed(admission.id, tokens, now))
+        else:
+            self._carry_out(self._classifier.aborted(admission.id, now))
+
+    def _learn(self, request: InferenceRequest, reader: AnswerReader) -> None:
+        usage = reader.usage
+        if usage is None:
+            self._metrics.missing_usage()
+        elif usage.prompt_tokens is not None:
+            self._bytes_per_token.observe(request.model, request.prompt_bytes, usage.prompt_tokens)
+
+    # -- holds -----------------------------------------------------------------------------------------------------
+
+    def _start_hold(self, admission: Admission, lifecycle: Lifecycle | None) -> None:
+        assert self._snapshot is not None
+        assert self._classifier is not None
+        if self._held_bytes + admission.body_bytes > self._max_held_bytes:
+            self._carry_out(self._classifier.aborted(admission.id, self._clock()))
+            raise Refused(Refusal.HOLD_LIMIT)
+        loop = asyncio.get_running_loop()
+        admission._hold = loop.create_future()
+        admission._held_since = self._clock()
+        if lifecycle is not None:
+            admission._hold_class = HoldClass.PAUSED if lifecycle is Lifecycle.PAUSED else HoldClass.CONTINUATION
+        max_hold = self._snapshot.admission.max_hold_seconds
+        if max_hold is not None:
+            admission._hold_timer = loop.call_later(max_hold, self._hold_timed_out, admission)
+        self._held[admission.id] = admission
+        self._held_bytes += admission.body_bytes
+        _log.debug(
+            "held",
+            request=admission.id,
+            session=admission.request.session,
+            input_tokens=admission.input_tokens,
+            hold_class=str(admission._hold_class),
+        )
+
+    def _leave_hold(self, admission: Admission) -> None:
+        """Forget a hold, however it ended; does nothing for a request that is not held."""
+        if self._held.pop(admission.id, None) is None:
+            return
+        self._held_bytes -= admission.body_bytes
+        if admission._hold_timer is not None:
+            admission._hold_timer.cancel()
+        self._metrics.hold(self._clock() - admission._held_since, admission._hold_class)
+
+    def _hold_timed_out(self, admission: Admission) -> None:
+        assert self._snapshot is not None
+        interval = self._snapshot.admission.scheduler_interval_seconds
+        self._refuse_hold(admission, Refused(Refusal.HOLD_TIMEOUT, retry_after_seconds=interval))
+
+    def _refuse_hold(self, admission: Admission, refused: Refused) -> None:
+        self._leave_hold(admission)
+        _end_hold(admission, refused)
+        if self._classifier is not None:
+            self._carry_out(self._classifier.aborted(admission.id, self._clock()))
+
+    def _release_hold(self, admission: Admission, target: WorkerRank | None) -> None:
+        self._leave_hold(admission)
+        try:
+            placement = self._place(admission, target, self._candidates(admission.subset))
+        except Refused as refused:
+            self._refuse_hold(admission, refused)
+        else:
+            _end_hold(admission, placement)
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        """Count decisions and release what they release; a release that fails may lead to further decisions."""
+        if self._carrying_out is not None:
+            self._carrying_out.extend(decisions)
+            return
+        self._carrying_out = deque(decisions)
+        try:
+            while self._carrying_out:
+                decision = self._carrying_out.popleft()
+                self._metrics.decided((decision,))
+                if isinstance(decision, Release):
+                    admission = self._held.get(decision.request)
+                    # A request that ended in this very round, through another's failure, is no longer held.
+                    if admission is not None:
+                        self._release_hold(admission, decision.worker)
+        finally:
+            self._carrying_out = None
+
+    # -- policy ----------------------------------------------------------------------------------------------------
+
+    def _configure(self, snapshot: Snapshot) -> None:
+        policy = snapshot.admission
+        _log.info("policy", **policy.model_dump())
+        if policy.policy == "Disabled":
+            self._classifier = None
+            for admission in list(self._held.values()):
+                admission.tracked = False
+                self._release_hold(admission, None)
+        elif self._classifier is None:
+            self._classifier = Classifier(policy, snapshot.capacity)
+        else:
+            self._classifier.configure(policy)
+            self._classifier.snapshot(snapshot.capacity)
+        self._interval_changed.set()
+
+    def _used(self, worker: WorkerRank) -> int:
+        return 0 if self._classifier is None else self._classifier.used(worker)
+
+    def _snapshot_status(self) -> SnapshotStatus | None:
+        if self._snapshot is None:
+            return None
+        return SnapshotStatus(self._snapshot.id, self._clock() - self._applied_at)
+
+
+def _end_hold(admission: Admission, outcome: Placement | Refused) -> None:
+    """Wake who waits, unless its client has left already: it is about to tell so."""
+    assert admission._hold is not None
+    if not admission._hold.done():
+        admission._hold.set_result(outcome)
