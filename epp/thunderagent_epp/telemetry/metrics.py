@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from thunderagent_epp import __version__
+from thunderagent_epp.requests.inference import INFERENCE_PATHS
 from thunderagent_epp.scheduling.capacity import WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, Mark, Pause, Resume
 from thunderagent_epp.scheduling.program import Lifecycle, Status
@@ -27,21 +28,8 @@ from thunderagent_epp.telemetry.status import Gauges, Readiness
 OTHER: Final = "other"
 """Label value of every path and model without a series of its own."""
 
-PATHS: Final = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/embeddings",
-        "/inference/v1/generate",
-        "/generate",
-    }
-)
-"""The paths that have a series of their own (extproc.md, *What a request says*)."""
-
 MODELS_MAX: Final = 50
-"""Models with a series of their own, first come; the model is whatever a client wrote."""
+"""Models with a series of their own; the model is whatever a client wrote."""
 
 MODEL_CHARACTERS_MAX: Final = 128
 
@@ -81,7 +69,7 @@ class Metrics:
         )
         self._request_children = {
             (path, outcome): self._requests.labels(path, outcome)
-            for path in (*sorted(PATHS), OTHER)
+            for path in (*sorted(INFERENCE_PATHS), OTHER)
             for outcome in Outcome
         }
         self._refusals = Counter(
@@ -145,7 +133,7 @@ class Metrics:
 
     def request(self, path: str, outcome: Outcome) -> None:
         """Count a request when it has ended; ``path`` without its query, any client's text is safe."""
-        self._request_children[path if path in PATHS else OTHER, outcome].inc()
+        self._request_children[path if path in INFERENCE_PATHS else OTHER, outcome].inc()
 
     def refusal(self, code: str) -> None:
         """Count a refusal by its code in the table of extproc.md; `request` counts the request as well."""
@@ -198,44 +186,60 @@ class _Moment(Collector):
 
     def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self._gauges = gauges
+        self._models: set[str] = set()
+        """Models with a series of their own: kept from scrape to scrape, so that none comes and goes."""
 
     def describe(self) -> Iterator[Metric]:
         """Name the families without asking for their values: registering must not look at an unfinished process."""
-        return _families(Gauges())
+        return self._families(Gauges())
 
     def collect(self) -> Iterator[Metric]:
         """Read the numbers of this moment."""
-        return _families(self._gauges())
+        return self._families(self._gauges())
 
+    def _families(self, now: Gauges) -> Iterator[Metric]:
+        def single(name: str, text: str, value: float | None) -> Metric:
+            family = GaugeMetricFamily(f"thunderagent_{name}", text)
+            if value is not None:
+                family.add_metric((), value)
+            return family
 
-def _families(now: Gauges) -> Iterator[Metric]:
-    def single(name: str, text: str, value: float | None) -> Metric:
-        family = GaugeMetricFamily(f"thunderagent_{name}", text)
-        if value is not None:
-            family.add_metric((), value)
-        return family
+        snapshot = now.snapshot
+        yield single("ready", "1 if requests are taken.", now.readiness is Readiness.OK)
+        yield single("snapshot_id", "Id of the snapshot in force.", snapshot.id if snapshot else None)
+        yield single("snapshot_age_seconds", "Time since it was applied.", snapshot.age_seconds if snapshot else None)
+        yield single("requests_waiting", "Tracked requests not released yet.", now.waiting)
+        yield single("requests_tracked", "Requests the admission policy knows.", now.tracked)
+        yield single("holds", "Requests held now.", now.holds)
+        yield single("held_bytes", "Bodies of the requests held now.", now.held_bytes)
+        yield single("open_streams", "ext_proc streams open now.", now.open_streams)
+        programs = GaugeMetricFamily("thunderagent_programs", "Programs by state.", labels=("status", "lifecycle"))
+        for status in Status:
+            for lifecycle in Lifecycle:
+                programs.add_metric((status, lifecycle), now.programs.get((status, lifecycle), 0))
+        yield programs
+        yield from _workers(now)
+        bytes_per_token = GaugeMetricFamily(
+            "thunderagent_bytes_per_token", "Prompt bytes per token, as learned from usage.", labels=("model",)
+        )
+        for model, value in self._capped(now.bytes_per_token):
+            bytes_per_token.add_metric((model,), value)
+        yield bytes_per_token
 
-    snapshot = now.snapshot
-    yield single("ready", "1 if requests are taken.", now.readiness is Readiness.OK)
-    yield single("snapshot_id", "Id of the snapshot in force.", snapshot.id if snapshot else None)
-    yield single("snapshot_age_seconds", "Time since it was applied.", snapshot.age_seconds if snapshot else None)
-    yield single("requests_waiting", "Tracked requests not released yet.", now.waiting)
-    yield single("requests_tracked", "Requests the admission policy knows.", now.tracked)
-    yield single("holds", "Requests held now.", now.holds)
-    yield single("held_bytes", "Bodies of the requests held now.", now.held_bytes)
-    yield single("open_streams", "ext_proc streams open now.", now.open_streams)
-    programs = GaugeMetricFamily("thunderagent_programs", "Programs by state.", labels=("status", "lifecycle"))
-    for status in Status:
-        for lifecycle in Lifecycle:
-            programs.add_metric((status, lifecycle), now.programs.get((status, lifecycle), 0))
-    yield programs
-    yield from _workers(now)
-    bytes_per_token = GaugeMetricFamily(
-        "thunderagent_bytes_per_token", "Prompt bytes per token, as learned from usage.", labels=("model",)
-    )
-    for model, value in _capped(now.bytes_per_token):
-        bytes_per_token.add_metric((model,), value)
-    yield bytes_per_token
+    def _capped(self, by_model: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """Some models by themselves, the mean of all others as one."""
+        self._models &= by_model.keys()
+        fit = (model for model in by_model if len(model) <= MODEL_CHARACTERS_MAX and model != OTHER)
+        new = (model for model in fit if model not in self._models)
+        self._models.update(islice(new, MODELS_MAX - len(self._models)))
+        others = []
+        for model, value in by_model.items():
+            if model in self._models:
+                yield model, value
+            else:
+                others.append(value)
+        if others:
+            yield OTHER, sum(others) / len(others)
 
 
 def _workers(now: Gauges) -> Iterator[Metric]:
@@ -254,13 +258,3 @@ def _workers(now: Gauges) -> Iterator[Metric]:
             capacity.add_metric(values, worker.capacity_tokens)
         used.add_metric(values, worker.used_tokens)
     yield from (live, known, capacity, used)
-
-
-def _capped(by_model: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The first models by themselves, the mean of all others as one."""
-    fit = ((model, value) for model, value in by_model.items() if len(model) <= MODEL_CHARACTERS_MAX and model != OTHER)
-    own = dict(islice(fit, MODELS_MAX))
-    yield from own.items()
-    others = [value for model, value in by_model.items() if model not in own]
-    if others:
-        yield OTHER, sum(others) / len(others)
