@@ -1,0 +1,48 @@
+# Everything runs in .venv, made from the locked dependencies; nothing but Python 3.11 or newer is needed.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench lock clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## Make the virtual environment
+
+$(VENV)/.installed: requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: install ## Run agent sessions through a real Envoy and the picker (ARGS="--seconds 30 --json")
+	@$(BIN)/thunderagent demo $(ARGS)
+
+test: install ## Run the tests (ARGS="-k replay")
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install ## Check style, types and the import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: install ## Put the code into its style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: install ## Measure, print tables and keep JSON under bench/results (ARGS for one benchmark)
+	$(BIN)/python -m bench $(ARGS)
+
+lock: install ## Renew the locked dependencies
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-package thunderagent-epp \
+	  --all-extras pyproject.toml --group build --output-file requirements-dev.lock --custom-compile-command "make lock"
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache bench/results
