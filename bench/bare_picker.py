@@ -113,11 +113,14 @@ def _streamed(body: bytes, end_of_stream: bool) -> ext_proc.BodyResponse:
 
 
 @contextlib.asynccontextmanager
-async def running_bare_picker(destination: str, *, port: int = 0, seen: Seen | None = None) -> AsyncIterator[int]:
-    """Serve on loopback in plaintext for the length of the block; gives the port, a free one by default."""
+async def running_bare_picker(
+    destination: str, *, port: int = 0, seen: Seen | None = None, credentials: grpc.ServerCredentials | None = None
+) -> AsyncIterator[int]:
+    """Serve on loopback for the length of the block, in plaintext without credentials; gives the port it has."""
     server = grpc.aio.server()
     ext_proc_grpc.add_ExternalProcessorServicer_to_server(BarePicker(destination, seen), server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
+    bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     await server.start()
     try:
         yield bound

@@ -52,12 +52,12 @@ from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.google.protobuf import Any as PackedMessage
 from envoy_data_plane.google.protobuf import Struct, Value
 
-DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
-SERVED_HEADER: Final = "x-gateway-destination-endpoint-served"
+from thunderagent_epp.extproc.subset import SUBSET_NAMESPACE
+from thunderagent_epp.extproc.wire import DESTINATION, DESTINATION_NAMESPACE, SERVED
 
 PICKER_ONLY_HEADERS: Final = (
-    DESTINATION_HEADER,
-    SERVED_HEADER,
+    DESTINATION,
+    SERVED,
     "x-prefiller-host-port",
     "x-data-parallel-host-port",
 )
@@ -246,9 +246,9 @@ def _ext_proc(options: EnvoyOptions) -> ext_proc.ExternalProcessor:
         message_timeout=timedelta(seconds=options.message_timeout_seconds),
         metadata_options=ext_proc.MetadataOptions(
             forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(
-                untyped=["envoy.lb.subset_hint", "envoy.lb"]
+                untyped=[SUBSET_NAMESPACE, DESTINATION_NAMESPACE]
             ),
-            receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=["envoy.lb"]),
+            receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[DESTINATION_NAMESPACE]),
         ),
     )
 
@@ -258,10 +258,10 @@ def _served_endpoint_to_metadata() -> header_to_metadata.Config:
     return header_to_metadata.Config(
         response_rules=[
             header_to_metadata.ConfigRule(
-                header=SERVED_HEADER,
+                header=SERVED,
                 on_header_present=header_to_metadata.ConfigKeyValuePair(
-                    metadata_namespace="envoy.lb",
-                    key=SERVED_HEADER,
+                    metadata_namespace=DESTINATION_NAMESPACE,
+                    key=SERVED,
                     type=header_to_metadata.ConfigValueType.STRING,
                 ),
                 remove=True,
@@ -284,7 +284,7 @@ def _routes() -> route.RouteConfiguration:
                         # The router writes this before any filter sees the answer; the served filter takes it out.
                         response_headers_to_add=[
                             core.HeaderValueOption(
-                                header=core.HeaderValue(key=SERVED_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
+                                header=core.HeaderValue(key=SERVED, value="%UPSTREAM_REMOTE_ADDRESS%"),
                                 append_action=core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
                             )
                         ],
@@ -327,7 +327,7 @@ def _workers_cluster(options: EnvoyOptions) -> cluster_v3.Cluster:
         type=cluster_v3.ClusterDiscoveryType.ORIGINAL_DST,
         lb_policy=cluster_v3.ClusterLbPolicy.CLUSTER_PROVIDED,
         original_dst_lb_config=cluster_v3.ClusterOriginalDstLbConfig(
-            use_http_header=True, http_header_name=DESTINATION_HEADER
+            use_http_header=True, http_header_name=DESTINATION
         ),
         connect_timeout=timedelta(seconds=options.worker_connect_timeout_seconds),
         typed_extension_protocol_options=_http_options(

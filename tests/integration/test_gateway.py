@@ -11,14 +11,17 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import grpc
 import pytest
 from bare_picker import running_bare_picker
 
 from support.echo_worker import EchoWorker, running_echo_worker
 from thunderagent_epp.envoy_config import EnvoyOptions
+from thunderagent_epp.extproc.tls import self_signed, server_credentials
 from thunderagent_sim.envoy_process import EnvoyError, running_envoy
 
 if TYPE_CHECKING:
@@ -163,6 +166,54 @@ async def test_without_a_picker_requests_are_refused_with_503(
 ) -> None:
     with closed_port() as nobody:
         envoy = await start_envoy(nobody)
+        async with client.post(envoy.url, data=b"{}") as answer:
+            assert answer.status == 503
+
+
+async def test_a_self_signed_picker_is_spoken_to_over_tls(
+    start_envoy: StartEnvoy, worker: EchoWorker, client: aiohttp.ClientSession
+) -> None:
+    async with running_bare_picker(worker.endpoint, credentials=server_credentials()) as picker_port:
+        envoy = await start_envoy(picker_port, tls=True)
+        async with client.post(envoy.url, data=b"{}") as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("certified", "called", "status"),
+    [
+        ("127.0.0.1", None, 200),
+        ("picker.example", "picker.example", 200),
+        ("127.0.0.2", None, 503),
+        ("picker.example", "other.example", 503),
+    ],
+)
+async def test_a_verified_picker_must_have_a_certificate_for_the_name_it_is_called_by(
+    certified: str,
+    called: str | None,
+    status: int,
+    start_envoy: StartEnvoy,
+    worker: EchoWorker,
+    client: aiohttp.ClientSession,
+    tmp_path: Path,
+) -> None:
+    pair = self_signed([certified])
+    authority = tmp_path / "ca.pem"
+    authority.write_bytes(pair.certificate)
+    credentials = grpc.ssl_server_credentials([(pair.key, pair.certificate)])
+    async with running_bare_picker(worker.endpoint, credentials=credentials) as picker_port:
+        envoy = await start_envoy(picker_port, tls=True, picker_ca=authority, picker_server_name=called)
+        async with client.post(envoy.url, data=b"{}") as answer:
+            assert answer.status == status
+
+
+async def test_a_picker_no_authority_vouches_for_is_not_spoken_to(
+    start_envoy: StartEnvoy, worker: EchoWorker, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_bytes(self_signed(["127.0.0.1"]).certificate)
+    async with running_bare_picker(worker.endpoint, credentials=server_credentials()) as picker_port:
+        envoy = await start_envoy(picker_port, tls=True, picker_ca=authority)
         async with client.post(envoy.url, data=b"{}") as answer:
             assert answer.status == 503
 
