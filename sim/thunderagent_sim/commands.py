@@ -19,7 +19,9 @@ def simulate_worker(
     model: Annotated[str, typer.Option(help="Name of the served model.")] = "simulated",
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Size of the KV cache in tokens, whole blocks. [default: {DEFAULT_CAPACITY_TOKENS}]"),
+        typer.Option(
+            min=1, help="Size of the KV cache in tokens, whole blocks.", show_default=str(DEFAULT_CAPACITY_TOKENS)
+        ),
     ] = None,
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Size of the KV cache in blocks, instead of --capacity-tokens.")
@@ -27,7 +29,7 @@ def simulate_worker(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest prompt plus answer, in tokens. [default: what the KV cache holds]"),
+        typer.Option(min=1, help="Longest prompt plus answer, in tokens.", show_default="what the KV cache holds"),
     ] = None,
     prefill_tokens_per_second: Annotated[
         float, typer.Option(help="Prompt tokens computed per second, by the whole worker, one request after another.")
@@ -43,8 +45,9 @@ def simulate_worker(
 ) -> None:
     """Run a simulated inference worker: vLLM's interface, a KV cache with prefix reuse, no GPU.
 
-    It answers /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages with filler text of exactly
-    the length asked for, and takes as long as the given rates say. Ctrl-C or SIGTERM ends it.
+    Serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages.
+
+    Answers are filler text of the length asked for, and take as long as the rates below say.
     """
     if capacity_tokens is not None and blocks is not None:
         raise typer.BadParameter("give --capacity-tokens or --blocks, not both")
