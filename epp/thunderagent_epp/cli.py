@@ -3,6 +3,7 @@ needs it, so that one can be installed without the others and ``--help`` stays q
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from thunderagent_epp import __version__
+from thunderagent_sim.commands import simulate_worker
 
 app = typer.Typer(
     name="thunderagent",
@@ -21,12 +23,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+FAILED = 1
+"""Exit status of what should have worked: a port that is taken, a part that broke."""
+
 BAD_INPUT = 2
 """Exit status of everything that is wrong with what the user gave."""
 
 
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"thunderagent: {message}", err=True)
+def _refuse(*problems: str) -> NoReturn:
+    for problem in problems:
+        typer.echo(f"thunderagent: {problem}", err=True)
     raise typer.Exit(BAD_INPUT)
 
 
@@ -63,6 +69,131 @@ def replay(
         _refuse(f"{name}: {error}")
     except OSError as error:
         _refuse(f"{name}: {error.strerror or error}")
+
+
+@app.command()
+def epp(
+    policy_file: Annotated[
+        Path, typer.Option(help="Policy and workers, re-read when the file changes.", metavar="FILE")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; every interface by default.")] = "",
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="The picker's port; 0 takes a free one.")] = 9002,
+    health_port: Annotated[int, typer.Option(min=0, max=65535, help="Health alone, in plaintext.")] = 9003,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="/metrics, /state, /healthz and /readyz.")] = 9090,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate of the picker's port, reloaded when it changes.", metavar="FILE")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.", metavar="FILE")] = None,
+    plaintext: Annotated[bool, typer.Option("--plaintext", help="No TLS on the picker's port.")] = False,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger request bodies are refused.")] = 64 << 20,
+    max_held_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of bodies held at once.")] = 1 << 30,
+    drain_delay: Annotated[float, typer.Option(min=0, help="Seconds from SIGTERM until requests are refused.")] = 5.0,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running answers are then given.")] = 600.0,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error, and parts with their own: info,scheduling=debug.")
+    ] = "info",
+    log_format: Annotated[str, typer.Option(help="json, console, or auto: console on a terminal.")] = "auto",
+) -> None:
+    """Run the endpoint picker: an Envoy external-processing server."""
+    from thunderagent_epp.extproc.tls import CertificateError
+    from thunderagent_epp.feed.policy_file import PolicyFileError
+    from thunderagent_epp.process import PickerOptions, serve
+
+    _configure_logs(log_level, log_format)
+    if plaintext and (tls_cert is not None or tls_key is not None):
+        _refuse("--plaintext: takes no --tls-cert and no --tls-key")
+    options = PickerOptions(
+        policy_file=policy_file,
+        host=host,
+        grpc_port=grpc_port,
+        health_port=health_port,
+        http_port=http_port,
+        tls_certificate=tls_cert,
+        tls_key=tls_key,
+        plaintext=plaintext,
+        max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
+        drain_delay_seconds=drain_delay,
+        drain_timeout_seconds=drain_timeout,
+    )
+    try:
+        asyncio.run(serve(options))
+    except (PolicyFileError, CertificateError) as error:
+        _refuse(*str(error).splitlines())
+    except OSError as error:
+        typer.echo(f"thunderagent: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+
+
+@app.command("envoy-config")
+def envoy_config(
+    picker: Annotated[str, typer.Option(help="Where the picker listens.", metavar="HOST:PORT")] = "127.0.0.1:9002",
+    listen: Annotated[str, typer.Option(help="Where clients come in.", metavar="ADDRESS:PORT")] = "0.0.0.0:8080",
+    plaintext: Annotated[bool, typer.Option("--plaintext", help="The picker has no TLS.")] = False,
+    picker_ca: Annotated[
+        Path | None, typer.Option(help="Verify the picker's certificate by this CA.", metavar="FILE")
+    ] = None,
+    picker_server_name: Annotated[
+        str | None, typer.Option(help="Name in the picker's certificate, if not its host.", metavar="NAME")
+    ] = None,
+    admin: Annotated[
+        str | None, typer.Option(help="Where Envoy's admin page listens; none by default.", metavar="ADDRESS:PORT")
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request to standard output.")] = False,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds to connect to a worker.")] = 2.0,
+    message_timeout: Annotated[float, typer.Option(help="Seconds for a message; no limit for a hold.")] = 10.0,
+    output: Annotated[str, typer.Option("--output", "-o", help="yaml or json.")] = "yaml",
+) -> None:
+    """Print a complete Envoy bootstrap for the picker."""
+    from thunderagent_epp.envoy_config import EnvoyOptions, bootstrap, render_json, render_yaml
+
+    renderers = {"yaml": render_yaml, "json": render_json}
+    if output not in renderers:
+        _refuse(f"--output: must be yaml or json, not {output!r}")
+    picker_address, picker_port = _host_port("--picker", picker)
+    listen_address, listen_port = _host_port("--listen", listen)
+    admin_address, admin_port = ("127.0.0.1", None) if admin is None else _host_port("--admin", admin)
+    try:
+        options = EnvoyOptions(
+            listen_address=listen_address,
+            listen_port=listen_port,
+            picker_address=picker_address,
+            picker_port=picker_port,
+            tls=not plaintext,
+            picker_ca=picker_ca,
+            picker_server_name=picker_server_name,
+            admin_address=admin_address,
+            admin_port=admin_port,
+            access_log=access_log,
+            worker_connect_timeout_seconds=connect_timeout,
+            message_timeout_seconds=message_timeout,
+        )
+    except ValueError as error:
+        _refuse(str(error))
+    typer.echo(renderers[output](bootstrap(options)), nl=False)
+
+
+def _host_port(option: str, text: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[v6]:port``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        _refuse(f"{option}: must be HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002, not {text!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _configure_logs(level: str, format_name: str) -> None:
+    from thunderagent_epp.telemetry import logs
+
+    log_format = next((known for known in logs.FORMATS if known == format_name), None)
+    if log_format is None:
+        _refuse(f"--log-format: must be one of {', '.join(logs.FORMATS)}, not {format_name!r}")
+    try:
+        logs.configure(level, log_format)
+    except ValueError as error:
+        _refuse(f"--log-level: {error}")
+
+
+app.command("simulate-worker")(simulate_worker)
 
 
 def main() -> None:

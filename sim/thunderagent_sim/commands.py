@@ -1,4 +1,7 @@
-"""``thunderagent simulate-worker``: its options, and how it fails. `thunderagent_epp.cli` adds it to the program."""
+"""``thunderagent simulate-worker``: its options, and how it fails. `thunderagent_epp.cli` adds it to the program.
+
+What runs is imported when the command runs, so that the other commands start as quickly without it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import asyncio
 from typing import Annotated
 
 import typer
-
-from thunderagent_sim.engine import EngineOptions
-from thunderagent_sim.worker import WorkerOptions, run_worker
 
 DEFAULT_CAPACITY_TOKENS = 65536
 
@@ -49,6 +49,9 @@ def simulate_worker(
 
     Answers are filler text of the length asked for, and take as long as the rates below say.
     """
+    from thunderagent_sim.engine import EngineOptions
+    from thunderagent_sim.worker import WorkerOptions, run_worker
+
     if capacity_tokens is not None and blocks is not None:
         raise typer.BadParameter("give --capacity-tokens or --blocks, not both")
     if blocks is None:

@@ -145,6 +145,7 @@ class Director:
         self._ids = count(1)
         self._held: dict[str, Admission] = {}
         self._held_bytes = 0
+        self._retiring = False
         self._draining = False
         self._open_streams: Callable[[], int] = lambda: 0
         self._interval_changed = asyncio.Event()
@@ -160,7 +161,7 @@ class Director:
     @property
     def readiness(self) -> Readiness:
         """Whether requests are taken."""
-        if self._draining:
+        if self._retiring:
             return Readiness.DRAINING
         return Readiness.NO_SNAPSHOT if self._snapshot is None else Readiness.OK
 
@@ -196,7 +197,7 @@ class Director:
             return
         forced = sum(isinstance(decision, Resume) and decision.forced for decision in decisions)
         if forced:
-            _log.warning("resumes_forced", programs=forced)
+            _log.warning("resumes forced", programs=forced)
         census = self._classifier.census
         _log.debug(
             "tick",
@@ -206,9 +207,13 @@ class Director:
             programs={f"{status}_{lifecycle}": number for (status, lifecycle), number in census.items()},
         )
 
+    def retire(self) -> None:
+        """Be ready no longer, so that proxies go elsewhere; requests are still taken."""
+        self._retiring = True
+
     def drain(self) -> None:
         """Refuse every held request and every new one; those released go on."""
-        self._draining = True
+        self._retiring = self._draining = True
         for admission in list(self._held.values()):
             self._refuse_hold(admission, Refused(Refusal.DRAINING))
 
@@ -424,7 +429,7 @@ class Director:
 
     def _configure(self, snapshot: Snapshot) -> None:
         policy = snapshot.admission
-        _log.info("policy", **policy.model_dump())
+        _log.info("policy in force", **policy.model_dump())
         if policy.policy == "Disabled":
             self._classifier = None
             for admission in list(self._held.values()):

@@ -43,21 +43,18 @@ class _Servicer(health.aio.HealthServicer):  # type: ignore[misc]  # the package
 
 
 class Health:
-    """Answers Check, Watch and List; a name nobody knows is NOT_FOUND. Not ready until told."""
+    """Answers Check, Watch and List; a name nobody knows is NOT_FOUND, and so is every name until first told."""
 
     def __init__(self) -> None:
         self._servicer = _Servicer()
-        self._ready = False
 
     async def set_ready(self, ready: bool) -> None:
         """Tell every readiness name, and everyone who watches one, whether requests are welcome."""
-        self._ready = ready
+        await self._servicer.set(LIVENESS_NAME, _SERVING)
         for name in READINESS_NAMES:
             await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
 
-    async def add_to(self, server: grpc.aio.Server, *services: str) -> None:
+    def add_to(self, server: grpc.aio.Server, *services: str) -> None:
         """Put health and reflection on a server before it starts; ``services`` are the full names of its others."""
-        await self._servicer.set(LIVENESS_NAME, _SERVING)
-        await self.set_ready(self._ready)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME, *services), server)

@@ -30,12 +30,13 @@ class Ports:
 async def ports() -> AsyncIterator[Ports]:
     """One health service on two servers, as the picker has it."""
     health = Health()
+    await health.set_ready(False)
     picker, probes = grpc.aio.server(), grpc.aio.server()
     external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
         external_processor_pb2_grpc.ExternalProcessorServicer(), picker
     )
-    await health.add_to(picker, "envoy.service.ext_proc.v3.ExternalProcessor")
-    await health.add_to(probes)
+    health.add_to(picker, "envoy.service.ext_proc.v3.ExternalProcessor")
+    health.add_to(probes)
     numbers = [server.add_insecure_port("127.0.0.1:0") for server in (picker, probes)]
     await picker.start()
     await probes.start()

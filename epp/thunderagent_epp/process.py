@@ -1,0 +1,162 @@
+"""One picker process: puts feed, director, servers and signals together, and takes them apart in order.
+
+`cli.py` calls `serve` with what the user asked for. Nothing is decided here but the order: the feed's first look at
+its source comes before any port is bound, so that a bad file ends the command instead of a half-started server; and
+at the end readiness goes before requests are refused, and running answers go last (extproc.md, *Process*).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from thunderagent_epp.extproc.director import DEFAULT_MAX_HELD_BYTES, Director
+from thunderagent_epp.extproc.health import EXT_PROC_SERVICE, Health
+from thunderagent_epp.extproc.server import DEFAULT_MAX_BODY_BYTES, Server
+from thunderagent_epp.extproc.tls import server_credentials
+from thunderagent_epp.feed.static_file import StaticFileFeed
+from thunderagent_epp.snapshot import Snapshot
+from thunderagent_epp.telemetry.http import StatusServer
+from thunderagent_epp.telemetry.logs import logger
+from thunderagent_epp.telemetry.metrics import Metrics
+from thunderagent_epp.telemetry.status import Readiness
+
+_log = logger("extproc")
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class PickerOptions:
+    """What a picker process is started with.
+
+    An empty ``host`` is every interface. Ports are 0 to 65535, 0 takes a free one. Byte limits are > 0, durations are
+    seconds ≥ 0. Without ``tls_certificate`` the picker's port has a self-signed one, with ``plaintext`` no TLS.
+    """
+
+    policy_file: Path
+    host: str = ""
+    grpc_port: int = 9002
+    health_port: int = 9003
+    http_port: int = 9090
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    plaintext: bool = False
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_held_bytes: int = DEFAULT_MAX_HELD_BYTES
+    drain_delay_seconds: float = 5.0
+    drain_timeout_seconds: float = 600.0
+
+
+async def serve(options: PickerOptions) -> None:
+    """Run a picker until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+
+    Raises PolicyFileError, CertificateError or OSError when it cannot be started as asked.
+    """
+    metrics = Metrics()
+    director = Director(metrics, max_held_bytes=options.max_held_bytes)
+    metrics.watch(director.gauges)
+    health = Health()
+    await health.set_ready(False)
+
+    readiness = asyncio.Event()
+
+    def apply(snapshot: Snapshot) -> None:
+        director.apply(snapshot)
+        readiness.set()
+
+    feed = StaticFileFeed(options.policy_file, apply, metrics)
+    credentials = None if options.plaintext else server_credentials(options.tls_certificate, options.tls_key)
+    server = Server(
+        director,
+        metrics,
+        max_body_bytes=options.max_body_bytes,
+        services=[lambda grpc_server: health.add_to(grpc_server, EXT_PROC_SERVICE)],
+    )
+    director.watch_streams(lambda: server.open_streams)
+    status = StatusServer(metrics, director.status, lambda: director.readiness)
+    host = options.host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+
+    async with contextlib.AsyncExitStack() as stack:
+        http_port = await status.start(options.host, options.http_port)
+        stack.push_async_callback(status.stop)
+        health_port = await _serve_health(health, host, options.health_port, stack)
+        grpc_port = await server.start(host, options.grpc_port, credentials)
+        stack.push_async_callback(server.stop, 0)
+        _log.info(
+            "listening",
+            host=host,
+            grpc_port=grpc_port,
+            health_port=health_port,
+            http_port=http_port,
+            tls=not options.plaintext,
+        )
+        with _stop_signals() as stop:
+            async with asyncio.TaskGroup() as running:
+                tasks = [
+                    running.create_task(feed.run()),
+                    running.create_task(director.run()),
+                    running.create_task(_follow_readiness(director, health, readiness)),
+                ]
+                await stop.wait()
+                stop.clear()
+                drained = running.create_task(_drain(options, director, server, readiness))
+                stopped = running.create_task(stop.wait())
+                await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
+                for task in (*tasks, drained, stopped):
+                    task.cancel()
+        _log.info("stopped")
+
+
+async def _drain(options: PickerOptions, director: Director, server: Server, readiness: asyncio.Event) -> None:
+    """Let go in order: readiness, then holds and new requests, then the answers that still run."""
+    _log.info("draining", delay_seconds=options.drain_delay_seconds, timeout_seconds=options.drain_timeout_seconds)
+    director.retire()
+    readiness.set()
+    # Until every proxy has seen the change of readiness, new requests still come, and are served.
+    await asyncio.sleep(options.drain_delay_seconds)
+    director.drain()
+    await server.drain(options.drain_timeout_seconds)
+
+
+async def _follow_readiness(director: Director, health: Health, changed: asyncio.Event) -> None:
+    while True:
+        await changed.wait()
+        changed.clear()
+        await health.set_ready(director.readiness is Readiness.OK)
+
+
+async def _serve_health(health: Health, host: str, port: int, stack: contextlib.AsyncExitStack) -> int:
+    """Serve health by itself, in plaintext: a kubelet's gRPC probes speak no TLS. Returns the port."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    health.add_to(server)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    return bound
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """An event that each SIGTERM and SIGINT sets."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
