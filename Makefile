@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench lock clean
+.PHONY: help install demo test lint format bench proto lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -38,6 +38,12 @@ format: install ## Put the code into its style
 
 bench: install ## Measure, print tables and keep JSON under bench/results (ARGS for one benchmark)
 	$(BIN)/python -m bench $(ARGS)
+
+FEED := epp/thunderagent_epp/feed/capacity_feed
+proto: install ## Generate the capacity feed's code from its .proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=epp --python_out=epp --pyi_out=epp --grpc_python_out=epp $(FEED).proto
+	@for file in $(FEED)_pb2.pyi $(FEED)_pb2_grpc.py; do \
+	  { echo '# mypy: ignore-errors'; cat $$file; } > $$file.new && mv $$file.new $$file || exit 1; done
 
 lock: install ## Renew the locked dependencies
 	$(BIN)/python -m pip install --quiet uv
