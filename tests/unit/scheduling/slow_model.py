@@ -88,6 +88,11 @@ class SlowModel:
                 return request
         return None
 
+    def pin(self, session: str) -> Rank | None:
+        """The only worker the program may be charged to while its turn waits."""
+        turn = self.turn(session)
+        return turn.pinned if turn else None
+
     def size(self, session: str) -> int:
         turn = self.turn(session)
         return turn.live_size if turn else self.programs[session].tokens
@@ -330,7 +335,7 @@ class SlowModel:
                 taken.append(session)
         for session in sorted(taken, key=lambda s: (-self.size(s), s)):
             need = self.size(session) + self.buffer
-            holding = [worker for worker in room if room[worker] >= need]
+            holding = [worker for worker in room if room[worker] >= need and self.pin(session) in (None, worker)]
             if not holding:
                 continue
             worker = min(holding, key=lambda w: (-room[w], w))
@@ -347,10 +352,10 @@ class SlowModel:
             if since is not None and self.now - since >= self.parameters["resume_timeout_seconds"]:
                 overdue.append((since, session))
         for _, session in sorted(overdue):
-            if not self.live:
-                continue
             spare = [(self.used(w, decayed=True) - self.capacity[w], w) for w in self.usable]
-            worker = min(spare)[1] if spare else None
+            worker = self.pin(session) or (min(spare)[1] if spare else None)
+            if not self.live or (worker is not None and worker not in self.live):
+                continue
             self.decide("resume", session=session, worker=worker, forced=True)
             self.release(session, worker)
 
