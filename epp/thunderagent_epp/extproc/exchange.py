@@ -192,10 +192,10 @@ class Exchange:
     def close(self, cause: Cause) -> Ended | None:
         """The stream is over: ``Cause.CLOSED`` if the proxy closed its side in order, else what tore it down.
 
-        Where response bodies are not sent at all, an orderly close after the response headers is the end of the
+        Where response bodies are not sent at all, the proxy's close after the response headers is the end of the
         answer (extproc.md, *End*). Returns None if there was nothing to decide or `Ended` has been said.
         """
-        if self.state is State.RESPONDING and cause is Cause.CLOSED and not self._bodies_are_sent():
+        if self.state is State.RESPONDING and self._is_end_of_unseen_body(cause):
             return self._end(self._answer_cause())
         if self.state in (State.DECIDING, State.ROUTED, State.RESPONDING):
             return self._end(cause)
@@ -360,9 +360,12 @@ class Exchange:
     def _answer_cause(self) -> Cause:
         return Cause.ANSWERED if self._ok else Cause.UPSTREAM_STATUS
 
-    def _bodies_are_sent(self) -> bool:
-        """Whether the proxy shows response bodies; where it does not say, whether it has shown any."""
-        return self._response_body_seen if self._response_body_sent is None else self._response_body_sent
+    def _is_end_of_unseen_body(self, cause: Cause) -> bool:
+        if self._response_body_sent is None:
+            # The proxy did not say whether it shows bodies, so one that has shown none is taken not to.
+            return cause is Cause.CLOSED and not self._response_body_seen
+        # Envoy's orderly close is a half-close with a reset right behind it, of which gRPC may see only the latter.
+        return not self._response_body_sent and cause in (Cause.CLOSED, Cause.RESET)
 
     # Messages without a meaning
 

@@ -204,7 +204,7 @@ class _Stream:
             message = await self._context.read()
             if message is grpc.aio.EOF:
                 if self._exchange.state is State.RESPONDING:
-                    # A reset reads the same; here alone it means something else, and its cancellation is right behind.
+                    # A reset reads the same at first; here alone it may mean something else, and it shows right after.
                     await asyncio.sleep(_RESET_SECONDS)
                 self._close(self._cut_off(Cause.CLOSED))
                 return

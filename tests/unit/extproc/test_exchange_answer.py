@@ -188,16 +188,29 @@ def test_where_bodies_are_not_sent_a_close_after_500_headers_aborts_the_turn() -
     assert exchange.close(Cause.CLOSED) == Ended(False, None, Cause.UPSTREAM_STATUS)
 
 
-def test_where_bodies_are_not_sent_a_reset_aborts_the_turn() -> None:
+def test_where_bodies_are_not_sent_the_reset_that_follows_envoys_close_completes_the_turn_too() -> None:
     exchange = routed(protocol(response=ProcessingMode.NONE))
     feed(exchange, h())
-    assert exchange.close(Cause.RESET) == Ended(False, None, Cause.RESET)
+    assert exchange.close(Cause.RESET) == Ended(True, None, Cause.ANSWERED)
+
+
+@pytest.mark.parametrize("cause", [Cause.DRAIN, Cause.FAILED])
+def test_where_bodies_are_not_sent_an_end_of_our_own_making_aborts_the_turn(cause: Cause) -> None:
+    exchange = routed(protocol(response=ProcessingMode.NONE))
+    feed(exchange, h())
+    assert exchange.close(cause) == Ended(False, None, cause)
 
 
 def test_a_proxy_that_does_not_say_and_shows_no_body_counts_as_one_that_sends_none() -> None:
     exchange = routed()
     feed(exchange, h())
     assert exchange.close(Cause.CLOSED) == Ended(True, None, Cause.ANSWERED)
+
+
+def test_a_proxy_that_does_not_say_and_resets_before_any_body_aborts_the_turn() -> None:
+    exchange = routed()
+    feed(exchange, h())
+    assert exchange.close(Cause.RESET) == Ended(False, None, Cause.RESET)
 
 
 def test_where_bodies_are_sent_a_close_before_the_first_of_them_aborts_the_turn() -> None:

@@ -235,10 +235,10 @@ async def test_case_13_a_client_that_resets_while_answered_aborts_the_turn() -> 
         assert (await served.ended())[:2] == ("ended", False)
 
 
-async def test_a_reset_is_not_taken_for_the_orderly_close_that_completes_an_answer_whose_body_is_not_sent() -> None:
+async def test_a_reset_is_not_taken_for_the_close_that_completes_an_answer_whose_body_was_not_seen() -> None:
     async with serving(FakeDirector()) as served:
         call = served.stream()
-        await say(call, H(config=protocol(response=ProcessingMode.NONE)), B())
+        await say(call, H(), B())
         await hear(call, 2)
         await say(call, h())
         await hear(call, 1)
