@@ -14,7 +14,15 @@ from enum import StrEnum
 from itertools import islice
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +32,9 @@ from thunderagent_epp.scheduling.capacity import WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, Mark, Pause, Resume
 from thunderagent_epp.scheduling.program import Lifecycle, Status
 from thunderagent_epp.telemetry.status import Gauges, Readiness
+
+# A second series beside each counter, of the time it was made, which nobody asks for.
+disable_created_metrics()
 
 OTHER: Final = "other"
 """Label value of every path and model without a series of its own."""

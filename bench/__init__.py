@@ -1,0 +1,1 @@
+"""Benchmarks that print tables and keep JSON: ``python -m bench [NAME]``."""
