@@ -31,9 +31,14 @@ _log = logger("extproc")
 
 DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
 
+_NO_LIMIT: Final = 2**31 - 1
+
 _GRPC_OPTIONS: Final = (
     # A buffered body comes as one message: one over the limit is to be refused with 413, not to break the stream.
     ("grpc.max_receive_message_length", -1),
+    # gRPC would refuse streams at random once 1,000 wait to be taken up, which a burst of clients brings about.
+    ("grpc.server.max_pending_requests", _NO_LIMIT),
+    ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
     # A second picker on the same port is to fail at its start, not to take every other connection.
     ("grpc.so_reuseport", 0),
     # Proxies probe idle connections; gRPC would take pings more often than every five minutes for an attack.

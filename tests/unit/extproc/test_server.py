@@ -341,6 +341,20 @@ async def test_a_failure_while_held_is_logged_once_and_ends_the_turn(caplog: pyt
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
+async def test_a_burst_of_more_streams_than_grpc_keeps_waiting_by_itself_is_served() -> None:
+    async with serving(FakeDirector(held=True)) as served:
+        calls = [served.stream() for _ in range(1500)]
+        await asyncio.gather(*(say(call, H(end=True)) for call in calls))
+        for _ in calls:
+            turn = await asyncio.wait_for(served.director.turns.get(), SECONDS)
+            assert turn.release is not None
+            turn.release.set_result(PLACEMENT)
+        for call in calls:
+            assert kinds(await hear(call, 1)) == ["request_headers"]
+        for call in calls:
+            await call.done_writing()
+
+
 # Drain and stop.
 
 
