@@ -34,7 +34,7 @@ from thunderagent_epp.scheduling.program import Lifecycle, Status
 from thunderagent_epp.telemetry.status import Gauges, Readiness
 
 # A second series beside each counter, of the time it was made, which nobody asks for.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 OTHER: Final = "other"
 """Label value of every path and model without a series of its own."""
