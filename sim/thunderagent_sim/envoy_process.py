@@ -1,8 +1,7 @@
 """A real Envoy as a child process: started on free ports, known to be ready, and surely ended.
 
-The demo, the benchmark and the integration tests stand their gateway up with `running_envoy`. It protects from what
-a child process leaves behind: Envoy is in a process group of its own that is killed whatever ends the block, and on
-Linux the kernel ends it should this process be killed outright.
+The demo, the benchmark and the integration tests stand their gateway up with `running_envoy`; `processes.py` sees to
+its end. It protects from an Envoy that is not there yet: inside the block it serves.
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ import contextlib
 import importlib
 import os
 import shutil
-import signal
-import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import aiohttp
 
 from thunderagent_epp.envoy_config import EnvoyOptions, bootstrap, render_yaml
+from thunderagent_sim.processes import Child, PartError, running_child
 
-_PR_SET_PDEATHSIG: Final = 1
-_LOG_LINES_KEPT: Final = 40
+_REMEDY: Final = "check its configuration with: thunderagent envoy-config"
 _ASK_AGAIN_SECONDS: Final = 0.01
 
 
-class EnvoyError(Exception):
+class EnvoyError(PartError):
     """Envoy is missing, refuses its configuration or does not come up; the message says which and what to do."""
 
 
@@ -40,8 +36,7 @@ class RunningEnvoy:
 
     port: int
     admin_port: int
-    pid: int
-    _log: deque[str]
+    _child: Child
 
     @property
     def url(self) -> str:
@@ -54,9 +49,18 @@ class RunningEnvoy:
         return f"http://127.0.0.1:{self.admin_port}"
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.process.pid
+
+    @property
     def log(self) -> tuple[str, ...]:
         """The last lines Envoy logged, for messages about what went wrong."""
-        return tuple(self._log)
+        return tuple(self._child.log)
+
+    async def ended(self) -> NoReturn:
+        """Wait until it ends by itself, which it should not. Raises PartError."""
+        await self._child.ended()
 
 
 def envoy_binary() -> Path:
@@ -89,33 +93,23 @@ async def running_envoy(
     with tempfile.TemporaryDirectory(prefix="thunderagent-envoy-") as directory:
         configuration = await asyncio.to_thread(_write, options, Path(directory, "envoy.yaml"))
         admin_address = Path(directory, "admin-address")
-        log: deque[str] = deque(maxlen=_LOG_LINES_KEPT)
-        process = await asyncio.create_subprocess_exec(
-            *_ended_with_parent(os.getpid()),
+        async with running_child(
+            "Envoy",
             envoy_binary(),
             *("--config-path", configuration, "--admin-address-path", admin_address),
             *("--concurrency", str(concurrency), "--log-level", log_level, "--log-format", "[%l] %v"),
             # Several Envoys on one machine would share the shared memory of hot restart.
             "--disable-hot-restart",
-            stdin=asyncio.subprocess.DEVNULL,
+            remedy=_REMEDY,
             stdout=None if options.access_log else asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stderr is not None
-        reader = asyncio.create_task(_keep_last_lines(process.stderr, log))
-        try:
-            port, admin_port = await _ready(process, admin_address, ready_within_seconds)
-            yield RunningEnvoy(port=port, admin_port=admin_port, pid=process.pid, _log=log)
-        except _NotReadyError as why:
-            _kill(process)
-            # All it said, before quoting the line that tells.
-            await reader
-            raise EnvoyError(f"Envoy {why}: {_last_words(log)}") from None
-        finally:
-            _kill(process)
-            await process.wait()
-            await reader
+        ) as child:
+            try:
+                port, admin_port = await _ready(child.process, admin_address, ready_within_seconds)
+            except _NotReadyError as why:
+                await child.stop()
+                failure = child.failure(str(why), _critical(child))
+                raise EnvoyError(str(failure), failure.log) from None
+            yield RunningEnvoy(port, admin_port, child)
 
 
 class _NotReadyError(Exception):
@@ -125,33 +119,6 @@ class _NotReadyError(Exception):
 def _write(options: EnvoyOptions, file: Path) -> Path:
     file.write_text(render_yaml(bootstrap(options)))
     return file
-
-
-def _ended_with_parent(parent: int) -> tuple[str, ...]:
-    """The start of a command line whose program the kernel kills when ``parent`` dies; empty where it cannot.
-
-    A step between, and not ``preexec_fn``: that would fork a process whose threads are inside gRPC.
-    """
-    if sys.platform != "linux":
-        return ()
-    step = (
-        "import ctypes, os, signal, sys\n"
-        f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)\n"
-        # The parent may have died before the kernel was asked.
-        f"os.getppid() == {parent} and os.execv(sys.argv[1], sys.argv[1:])\n"
-    )
-    return (sys.executable, "-I", "-S", "-c", step)
-
-
-async def _keep_last_lines(stream: asyncio.StreamReader, log: deque[str]) -> None:
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:
-            continue
-        if not line:
-            return
-        log.append(line.decode(errors="replace").rstrip())
 
 
 async def _ready(process: asyncio.subprocess.Process, admin_address: Path, within_seconds: float) -> tuple[int, int]:
@@ -202,13 +169,6 @@ async def _ask_again(process: asyncio.subprocess.Process) -> None:
         raise _NotReadyError("ended")
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _last_words(log: deque[str]) -> str:
-    """The line in which Envoy says what is wrong: its last critical one, else its last."""
-    critical = [line for line in log if "[critical]" in line]
-    return (critical or list(log) or ["it said nothing"])[-1]
+def _critical(child: Child) -> str | None:
+    """The line in which Envoy says what is wrong, where it is not the last one it logs."""
+    return next((line for line in reversed(child.log) if "[critical]" in line), None)
