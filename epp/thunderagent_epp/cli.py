@@ -196,6 +196,14 @@ def _configure_logs(level: str, format_name: str) -> None:
 app.command("simulate-worker")(simulate_worker)
 
 
+@app.command()
+def crd() -> None:
+    """Print the CustomResourceDefinition of ThunderAgentPolicy: thunderagent crd | kubectl apply -f -"""
+    from thunderagent_operator.crd import crd_yaml
+
+    print(crd_yaml(), end="")  # noqa: T201
+
+
 def main() -> None:
     """Entry point of ``thunderagent``."""
     app()

@@ -18,6 +18,11 @@ STRICT_SPEC: Final = ConfigDict(
 """Of every model a user writes: unknown fields are errors, text is never read as a number, camelCase only."""
 
 
+NAMES_MAX: Final = 32
+NAME_CHARACTERS_MAX: Final = 256
+"""Of a list of names and of each: bounds what the API server reckons the rules on them cost."""
+
+
 def _header_name(name: str) -> str:
     if not re.fullmatch(HEADER_NAME_PATTERN, name):
         raise ValueError(f"must be a header's name, not {name!r}")
@@ -37,19 +42,27 @@ def _unique(names: list[str]) -> list[str]:
     return names
 
 
+HeaderName = Annotated[
+    str,
+    Field(max_length=NAME_CHARACTERS_MAX, json_schema_extra={"pattern": HEADER_NAME_PATTERN}),
+    AfterValidator(_header_name),
+]
+BodyField = Annotated[
+    str, Field(max_length=NAME_CHARACTERS_MAX, json_schema_extra={"minLength": 1}), AfterValidator(_body_field)
+]
+
+
 class RequestsSpec(BaseModel):
     """How requests are read."""
 
     model_config = STRICT_SPEC
 
-    session_headers: Annotated[list[Annotated[str, AfterValidator(_header_name)]], AfterValidator(_unique)] | None = (
-        Field(
-            None,
-            alias="sessionHeaders",
-            description="Headers that may name a request's session, first hit wins; null for the built-in list.",
-        )
+    session_headers: Annotated[list[HeaderName], Field(max_length=NAMES_MAX), AfterValidator(_unique)] | None = Field(
+        None,
+        alias="sessionHeaders",
+        description="Headers that may name a request's session, first hit wins; null for the built-in list.",
     )
-    strip_body_fields: Annotated[list[Annotated[str, AfterValidator(_body_field)]], AfterValidator(_unique)] = Field(
+    strip_body_fields: Annotated[list[BodyField], Field(max_length=NAMES_MAX), AfterValidator(_unique)] = Field(
         default_factory=list,
         alias="stripBodyFields",
         description="Top-level fields of a JSON body that are not passed on to the worker.",
