@@ -13,6 +13,7 @@ import typer
 
 from thunderagent_epp import __version__
 from thunderagent_sim.commands import simulate_worker
+from thunderagent_sim.demo_command import demo
 
 app = typer.Typer(
     name="thunderagent",
@@ -194,6 +195,7 @@ def _configure_logs(level: str, format_name: str) -> None:
 
 
 app.command("simulate-worker")(simulate_worker)
+app.command("demo")(demo)
 
 
 @app.command()
