@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
@@ -18,15 +17,14 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from thunderagent_epp.feed.problems import Problem, problems
 from thunderagent_epp.feed.spec import STRICT_SPEC, RequestsSpec, SelectionSpec
 from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy, Seconds
+from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
+from thunderagent_operator.probes.reading import CAPACITY_TOKENS_MAX
 from thunderagent_operator.status import PolicyStatus
 
 GROUP: Final = "thunderagent.io"
 VERSION: Final = "v1alpha1"
 KIND: Final = "ThunderAgentPolicy"
 PLURAL: Final = "thunderagentpolicies"
-
-CAPACITY_TOKENS_MAX: Final = 10**12
-"""Far above any KV cache (at 1 KB a token: a petabyte) and far below what an int64 sum over a fleet holds."""
 
 TARGET_PORTS_MAX: Final = 8
 """Ports of an InferencePool v1."""
@@ -72,15 +70,6 @@ LabelValue = Annotated[
 ]
 Port = Annotated[int, Field(ge=1, le=65535)]
 CapacityTokens = Annotated[int, Field(ge=1, le=CAPACITY_TOKENS_MAX)]
-
-
-class Engine(StrEnum):
-    """What serves the model on a worker, which tells where its capacity is to be read (kubernetes.md, *Capacity*)."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    TRTLLM = "trtllm"
-    LLAMACPP = "llamacpp"
 
 
 class SpecSection(BaseModel):
@@ -231,6 +220,10 @@ class DisaggregationSpec(SpecSection):
         description="How the prefill worker is named to the decode worker: LlmD by x-prefiller-host-port, Dynamo by "
         "x-dynamo headers.",
     )
+
+    def terms(self) -> Disaggregation:
+        """The value the picker works with."""
+        return Disaggregation(RetentionPool(self.retention_pool), Handoff(self.handoff))
 
 
 class PolicySpec(SpecSection):
