@@ -72,7 +72,7 @@ def _compare(seconds: float, seed: int, json: bool, screenshot: Path | None, con
     from thunderagent_sim.live_view import LiveScreen, PlainLines, result_table, save_screenshot
 
     middle = None
-    if console.is_terminal or screenshot is not None:
+    if console.is_interactive or screenshot is not None:
         with LiveScreen(console) as live:
             results = _run(run_demo(seconds, seed, live, time.monotonic))
         middle = live.middle

@@ -158,6 +158,7 @@ def result_table(results: Mapping[Phase, PhaseResult], seed: int) -> RenderableT
     table.add_row("unfinished", *(f"{result.unfinished} ({result.held_at_end} held)" for result in columns))
     return Group(
         table,
+        "",
         Text(
             f"The same sessions (seed {seed}), {columns[0].load_seconds:.0f} s each, from empty caches; baseline is"
             " admission Disabled. Turn times include holds, and unfinished turns with the time they had taken. Holds"
