@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -91,12 +90,32 @@ def subset_from_header(header: str) -> Change:
 
 
 def route_timeout(seconds: float) -> Change:
-    """Answer by itself, with 504, what takes longer."""
+    """Have the router answer 504 when a worker takes longer; it does not run before a request reaches the router."""
 
     def change(manager: hcm.HttpConnectionManager) -> None:
-        for each in _routes(manager):
-            assert each.route is not None
-            each.route = replace(each.route, timeout=timedelta(seconds=seconds))
+        for action in _actions(manager):
+            action.timeout = timedelta(seconds=seconds)
+
+    return change
+
+
+def stream_duration(seconds: float) -> Change:
+    """Have Envoy itself end what takes longer, wherever it is."""
+
+    def change(manager: hcm.HttpConnectionManager) -> None:
+        for action in _actions(manager):
+            action.max_stream_duration = route.RouteActionMaxStreamDuration(
+                max_stream_duration=timedelta(seconds=seconds)
+            )
+
+    return change
+
+
+def stream_idle_timeout(seconds: float) -> Change:
+    """Have Envoy itself end what sends nothing for longer."""
+
+    def change(manager: hcm.HttpConnectionManager) -> None:
+        manager.stream_idle_timeout = timedelta(seconds=seconds)
 
     return change
 
@@ -118,7 +137,9 @@ def only_with_destination(manager: hcm.HttpConnectionManager) -> None:
     manager.route_config.virtual_hosts[0].routes.append(elsewhere)
 
 
-def _routes(manager: hcm.HttpConnectionManager) -> Iterable[route.Route]:
+def _actions(manager: hcm.HttpConnectionManager) -> Iterator[route.RouteAction]:
     assert manager.route_config is not None
     for host in manager.route_config.virtual_hosts:
-        yield from host.routes
+        for each in host.routes:
+            assert each.route is not None
+            yield each.route
