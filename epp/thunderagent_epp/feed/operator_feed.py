@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import grpc
 import grpc.aio
@@ -177,40 +177,43 @@ class OperatorFeed:
         try:
             channel = self._channel()
         except ValueError as error:
-            self._trouble("tls", "TLS files of the feed cannot be used", problem=str(error))
+            self._log_trouble(_Trouble("tls", "TLS files of the feed cannot be used", {"problem": str(error)}))
             return
         async with channel:
             call: _Call = CapacityFeedStub(channel).Follow()  # type: ignore[no-untyped-call]
-            self._acknowledgement = None
-            self._due.clear()
             try:
-                async with asyncio.timeout(self._answer_seconds):
-                    await call.write(self._open())
-                    response = await call.read()
-                self._answered()
-                async with asyncio.TaskGroup() as tasks:
-                    reporter = tasks.create_task(self._report(call))
-                    try:
-                        await self._listen(call, response)
-                    finally:
-                        reporter.cancel()
-                self._trouble("ended", "operator ended the feed")
-            except* TimeoutError:
-                self._trouble("silent", "operator does not answer", seconds=self._answer_seconds)
-            except* DecodeError:
-                self._trouble("garbled", "operator's message cannot be read")
-            except* grpc.aio.AioRpcError as errors:
-                for each in errors.exceptions:
-                    assert isinstance(each, grpc.aio.AioRpcError)
-                    code = each.code().name
-                    self._trouble(code, "operator cannot be followed", code=code, problem=_first_line(each.details()))
+                self._log_trouble(await self._exchange(call))
             finally:
                 call.cancel()
 
-    async def _listen(self, call: _Call, response: object) -> None:
-        while isinstance(response, pb.FollowResponse):  # and not the mark of the end
-            self._take(response)
-            response = await call.read()
+    async def _exchange(self, call: _Call) -> _Trouble:
+        """Open the stream, then listen and report until it ends; how it ended."""
+        self._acknowledgement = None
+        self._due.clear()
+        try:
+            async with asyncio.timeout(self._answer_seconds):
+                await call.write(self._open())
+                response = await call.read()
+        except TimeoutError:
+            return _Trouble("silent", "operator does not answer", {"seconds": self._answer_seconds})
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            return _trouble(error)
+        self._answered()
+        async with asyncio.TaskGroup() as tasks:
+            reporter = tasks.create_task(self._report(call))
+            # An error would take the place of a cancellation that comes at the same time, so none is raised.
+            trouble = await self._listen(call, response)
+            reporter.cancel()
+        return trouble
+
+    async def _listen(self, call: _Call, response: object) -> _Trouble:
+        try:
+            while isinstance(response, pb.FollowResponse):
+                self._take(response)
+                response = await call.read()
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            return _trouble(error)
+        return _Trouble("ended", "operator ended the feed", {})
 
     def _channel(self) -> grpc.aio.Channel:
         keepalive_ms = int(self._keepalive_seconds * 1000)
@@ -335,19 +338,31 @@ class OperatorFeed:
         self._said.clear()
         log.info("following the operator", operator=self._target, policy=self._policy)
 
-    def _trouble(self, kind: str, event: str, **details: object) -> None:
-        """Log each kind of trouble once until the operator answers again."""
-        say = log.debug if kind in self._said else log.warning
-        self._said.add(kind)
+    def _log_trouble(self, trouble: _Trouble) -> None:
+        """Log each kind once until the operator answers again."""
+        say = log.debug if trouble.kind in self._said else log.warning
+        self._said.add(trouble.kind)
         in_force = None if self._applied is None else self._applied.id
-        say(event, operator=self._target, snapshot=in_force, **details)
+        say(trouble.event, operator=self._target, snapshot=in_force, **trouble.details)
+
+
+class _Trouble(NamedTuple):
+    """Why a connection came to nothing, or to its end."""
+
+    kind: str
+    event: str
+    details: Mapping[str, object]
+
+
+def _trouble(error: grpc.aio.AioRpcError | DecodeError) -> _Trouble:
+    if isinstance(error, DecodeError):
+        return _Trouble("garbled", "operator's message cannot be read", {})
+    code = error.code().name
+    problem = (error.details() or "").partition("\n")[0]
+    return _Trouble(code, "operator cannot be followed", {"code": code, "problem": problem})
 
 
 def _reason(number: int) -> str:
     """A reason as text, also one of a newer operator."""
     name = pb.NoSnapshot.Reason.Name(number) if number in pb.NoSnapshot.Reason.values() else f"REASON_{number}"
     return name.removeprefix("REASON_").lower()
-
-
-def _first_line(details: str | None) -> str:
-    return (details or "").partition("\n")[0]

@@ -189,6 +189,7 @@ async def test_however_a_stream_ends_another_is_opened(operator: ScriptedOperato
         stream.end(code)
         again = await operator.next()
         await again.send(write_snapshot(snapshot(7, "a")))
+        await again.acknowledged.get()
         again.end(code)
         assert (await (await operator.next()).opened.get()).applied.id == 7
 
