@@ -41,7 +41,7 @@ CONCURRENCY: Final = 32
 RETRY_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 60.0
 INTERVAL_SECONDS_MIN: Final = 0.1
-CONFIRMATIONS_PER_SECOND_MAX: Final = 40.0
+CONFIRMATIONS_PER_SECOND_MAX: Final = 30.0
 """A KV cache does not change its size while its engine runs: asking again only confirms, and may take its time."""
 
 log = logs.logger("operator")
@@ -228,13 +228,12 @@ class Prober:
 
     def _pause(self, followed: _Followed) -> float:
         """Seconds until a worker is probed again, by the table above."""
-        interval = max(
-            followed.target.interval_seconds,
-            INTERVAL_SECONDS_MIN,
-            len(self._followed) / CONFIRMATIONS_PER_SECOND_MAX,
-        )
+        wanted = max(followed.target.interval_seconds, INTERVAL_SECONDS_MIN)
+        interval = max(wanted, len(self._followed) / CONFIRMATIONS_PER_SECOND_MAX)
         if not followed.misses:
-            return interval * self._random.uniform(0.9, 1.1)
+            # Stretched by chance, else thousands that were found at once would be asked again at once.
+            stretched = self._random.uniform(wanted, 2 * interval - wanted)
+            return stretched * self._random.uniform(0.9, 1.1)
         longest = max(interval, RETRY_SECONDS_MAX) if followed.failing else interval
         retry = RETRY_SECONDS * 2.0 ** min(followed.misses - 1, 20)
         return min(longest, retry) * self._random.uniform(0.5, 1.0)
