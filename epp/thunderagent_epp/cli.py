@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from thunderagent_epp import __version__
+from thunderagent_epp.options import configure_logs, fail, feed_tls, refuse
+from thunderagent_operator.commands import crd, operator
 from thunderagent_sim.commands import simulate_worker
 from thunderagent_sim.demo_command import demo
 
@@ -23,18 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-FAILED = 1
-"""Exit status of what should have worked: a port that is taken, a part that broke."""
-
-BAD_INPUT = 2
-"""Exit status of everything that is wrong with what the user gave."""
-
-
-def _refuse(*problems: str) -> NoReturn:
-    for problem in problems:
-        typer.echo(f"thunderagent: {problem}", err=True)
-    raise typer.Exit(BAD_INPUT)
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,16 +57,26 @@ def replay(
                 print(decision)  # noqa: T201
     except TraceError as error:
         sys.stdout.flush()
-        _refuse(f"{name}: {error}")
+        refuse(f"{name}: {error}")
     except OSError as error:
-        _refuse(f"{name}: {error.strerror or error}")
+        refuse(f"{name}: {error.strerror or error}")
 
 
 @app.command()
 def epp(
     policy_file: Annotated[
-        Path, typer.Option(help="Policy and workers, re-read when the file changes.", metavar="FILE")
-    ],
+        Path | None,
+        typer.Option(help="Policy and workers from a file, re-read when it changes.", metavar="FILE"),
+    ] = None,
+    feed: Annotated[str | None, typer.Option(help="Policy and workers from an operator.", metavar="HOST:PORT")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The ThunderAgentPolicy to follow, with --feed.", metavar="NAMESPACE/NAME")
+    ] = None,
+    feed_ca: Annotated[
+        Path | None, typer.Option(help="CA of the operator's certificate; without it, plaintext.", metavar="FILE")
+    ] = None,
+    feed_cert: Annotated[Path | None, typer.Option(help="Certificate to show the operator.", metavar="FILE")] = None,
+    feed_key: Annotated[Path | None, typer.Option(help="Its private key.", metavar="FILE")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; every interface by default.")] = "",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="The picker's port; 0 takes a free one.")] = 9002,
     health_port: Annotated[int, typer.Option(min=0, max=65535, help="Health alone, in plaintext.")] = 9003,
@@ -96,15 +96,24 @@ def epp(
     log_format: Annotated[str, typer.Option(help="json, console, or auto: console on a terminal.")] = "auto",
 ) -> None:
     """Run the endpoint picker: an Envoy external-processing server."""
+    configure_logs(log_level, log_format)
     from thunderagent_epp.extproc.tls import CertificateError
     from thunderagent_epp.feed.policy_file import PolicyFileError
-    from thunderagent_epp.process import PickerOptions, serve
+    from thunderagent_epp.process import OperatorFeedOptions, PickerOptions, PolicyFile, serve
 
-    _configure_logs(log_level, log_format)
+    source: PolicyFile | OperatorFeedOptions
+    if policy_file is not None:
+        if any(option is not None for option in (feed, policy, feed_ca, feed_cert, feed_key)):
+            refuse("--policy-file: goes with none of --feed, --policy, --feed-ca, --feed-cert and --feed-key")
+        source = PolicyFile(policy_file)
+    elif feed is not None and policy is not None:
+        source = OperatorFeedOptions(feed, policy, feed_tls(feed_ca, feed_cert, feed_key))
+    else:
+        refuse("give --policy-file FILE, or --feed HOST:PORT with --policy NAMESPACE/NAME")
     if plaintext and (tls_cert is not None or tls_key is not None):
-        _refuse("--plaintext: takes no --tls-cert and no --tls-key")
+        refuse("--plaintext: takes no --tls-cert and no --tls-key")
     options = PickerOptions(
-        policy_file=policy_file,
+        source=source,
         host=host,
         grpc_port=grpc_port,
         health_port=health_port,
@@ -119,11 +128,10 @@ def epp(
     )
     try:
         asyncio.run(serve(options))
-    except (PolicyFileError, CertificateError) as error:
-        _refuse(*str(error).splitlines())
+    except (PolicyFileError, CertificateError, ValueError) as error:
+        refuse(*str(error).splitlines())
     except OSError as error:
-        typer.echo(f"thunderagent: {error}", err=True)
-        raise typer.Exit(FAILED) from None
+        fail(error)
 
 
 @app.command("envoy-config")
@@ -150,7 +158,7 @@ def envoy_config(
 
     renderers = {"yaml": render_yaml, "json": render_json}
     if output not in renderers:
-        _refuse(f"--output: must be yaml or json, not {output!r}")
+        refuse(f"--output: must be yaml or json, not {output!r}")
     picker_address, picker_port = _host_port("--picker", picker)
     listen_address, listen_port = _host_port("--listen", listen)
     admin_address, admin_port = ("127.0.0.1", None) if admin is None else _host_port("--admin", admin)
@@ -170,7 +178,7 @@ def envoy_config(
             message_timeout_seconds=message_timeout,
         )
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     typer.echo(renderers[output](bootstrap(options)), nl=False)
 
 
@@ -178,32 +186,14 @@ def _host_port(option: str, text: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[v6]:port``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal():
-        _refuse(f"{option}: must be HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002, not {text!r}")
+        refuse(f"{option}: must be HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002, not {text!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _configure_logs(level: str, format_name: str) -> None:
-    from thunderagent_epp.telemetry import logs
-
-    log_format = next((known for known in logs.FORMATS if known == format_name), None)
-    if log_format is None:
-        _refuse(f"--log-format: must be one of {', '.join(logs.FORMATS)}, not {format_name!r}")
-    try:
-        logs.configure(level, log_format)
-    except ValueError as error:
-        _refuse(f"--log-level: {error}")
-
-
+app.command()(operator)
+app.command()(crd)
 app.command("simulate-worker")(simulate_worker)
-app.command("demo")(demo)
-
-
-@app.command()
-def crd() -> None:
-    """Print the CustomResourceDefinition of ThunderAgentPolicy: thunderagent crd | kubectl apply -f -"""
-    from thunderagent_operator.crd import crd_yaml
-
-    print(crd_yaml(), end="")  # noqa: T201
+app.command()(demo)
 
 
 def main() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import NoReturn, Protocol
+from uuid import uuid4
 
 import grpc
 
@@ -22,16 +23,43 @@ from thunderagent_epp.extproc.director import DEFAULT_MAX_HELD_BYTES, Director
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE, Health
 from thunderagent_epp.extproc.server import DEFAULT_MAX_BODY_BYTES, Server
 from thunderagent_epp.extproc.tls import server_credentials
+from thunderagent_epp.feed.operator_feed import OperatorFeed, Unready
 from thunderagent_epp.feed.static_file import StaticFileFeed
+from thunderagent_epp.feed.tls import TlsFiles
+from thunderagent_epp.feed.wire import Counters
 from thunderagent_epp.snapshot import Snapshot
-from thunderagent_epp.telemetry.http import StatusServer
+from thunderagent_epp.telemetry.http import status_server
 from thunderagent_epp.telemetry.logs import logger
 from thunderagent_epp.telemetry.metrics import Metrics
+from thunderagent_epp.telemetry.signals import stop_signals
 from thunderagent_epp.telemetry.status import Readiness
 
 _log = logger("extproc")
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    """Snapshots from a file."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFeedOptions:
+    """Snapshots from an operator at ``target`` (``host:port``), for the policy ``namespace/name``.
+
+    ``tls`` None: in plaintext. ``identity`` is how the operator tells this picker from others, None for the pod's
+    or host's name and something random.
+    """
+
+    target: str
+    policy: str
+    tls: TlsFiles | None = None
+    identity: str | None = None
+
+
+class _Feed(Protocol):
+    async def run(self) -> NoReturn: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +70,7 @@ class PickerOptions:
     seconds ≥ 0. Without ``tls_certificate`` the picker's port has a self-signed one, with ``plaintext`` no TLS.
     """
 
-    policy_file: Path
+    source: PolicyFile | OperatorFeedOptions
     host: str = ""
     grpc_port: int = 9002
     health_port: int = 9003
@@ -59,7 +87,7 @@ class PickerOptions:
 async def serve(options: PickerOptions) -> None:
     """Run a picker until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
-    Raises PolicyFileError, CertificateError or OSError when it cannot be started as asked.
+    Raises PolicyFileError, FeedTlsError, CertificateError, ValueError or OSError when it cannot be started as asked.
     """
     metrics = Metrics()
     director = Director(metrics, max_held_bytes=options.max_held_bytes)
@@ -73,7 +101,7 @@ async def serve(options: PickerOptions) -> None:
         director.apply(snapshot)
         readiness.set()
 
-    feed = StaticFileFeed(options.policy_file, apply, metrics)
+    feed = _feed(options.source, director, metrics, apply, readiness.set)
     credentials = None if options.plaintext else server_credentials(options.tls_certificate, options.tls_key)
     server = Server(
         director,
@@ -82,7 +110,7 @@ async def serve(options: PickerOptions) -> None:
         services=[lambda grpc_server: health.add_to(grpc_server, EXT_PROC_SERVICE)],
     )
     director.watch_streams(lambda: server.open_streams)
-    status = StatusServer(metrics, director.status, lambda: director.readiness)
+    status = status_server(metrics, director.status, lambda: director.readiness)
     host = options.host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
 
     async with contextlib.AsyncExitStack() as stack:
@@ -99,7 +127,7 @@ async def serve(options: PickerOptions) -> None:
             http_port=http_port,
             tls=not options.plaintext,
         )
-        with _stop_signals() as stop:
+        with stop_signals() as stop:
             async with asyncio.TaskGroup() as running:
                 tasks = [
                     running.create_task(feed.run()),
@@ -114,6 +142,34 @@ async def serve(options: PickerOptions) -> None:
                 for task in (*tasks, drained, stopped):
                     task.cancel()
         _log.info("stopped")
+
+
+def _feed(
+    source: PolicyFile | OperatorFeedOptions,
+    director: Director,
+    metrics: Metrics,
+    apply: Callable[[Snapshot], None],
+    readiness_changed: Callable[[], None],
+) -> _Feed:
+    """Where snapshots come from."""
+    if isinstance(source, PolicyFile):
+        return StaticFileFeed(source.path, apply, metrics)
+
+    def unready(reason: Unready | None) -> None:
+        director.set_unready(None if reason is None else Readiness(reason.value))
+        readiness_changed()
+
+    feed = OperatorFeed(
+        source.target,
+        source.policy,
+        source.identity or f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid4().hex[:8]}",
+        apply,
+        counters=lambda: Counters.of(director.gauges()),
+        unready=unready,
+        tls=source.tls,
+    )
+    metrics.watch_feed(lambda: feed.connected, lambda: feed.refusals)
+    return feed
 
 
 async def _drain(options: PickerOptions, director: Director, server: Server, readiness: asyncio.Event) -> None:
@@ -146,17 +202,3 @@ async def _serve_health(health: Health, host: str, port: int, stack: contextlib.
     await server.start()
     stack.push_async_callback(server.stop, None)
     return bound
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """An event that each SIGTERM and SIGINT sets."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)

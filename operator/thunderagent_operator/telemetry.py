@@ -60,3 +60,36 @@ class ProbeMetrics:
         """Ask for these numbers at each scrape."""
         self._followed.set_function(followed)
         self._failing.set_function(failing)
+
+
+class OperatorMetrics:
+    """What the operator is and does beside probing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._leading = Gauge("thunderagent_operator_leading", "1 while this one holds the Lease.", registry=registry)
+        self._policies = Gauge("thunderagent_operator_policies", "Policies known.", registry=registry)
+        self._pickers = Gauge("thunderagent_operator_pickers", "Picker streams open on the feed.", registry=registry)
+        self._listed = Gauge(
+            "thunderagent_operator_listed_age_seconds",
+            "Time since the API last answered all lists; -1 before the first time.",
+            registry=registry,
+        )
+        self._status_failures = Gauge(
+            "thunderagent_operator_status_failures", "Statuses and events that could not be written.", registry=registry
+        )
+
+    def watch(
+        self,
+        *,
+        leading: Callable[[], bool],
+        policies: Callable[[], int],
+        pickers: Callable[[], int],
+        listed_age_seconds: Callable[[], float | None],
+        status_failures: Callable[[], int],
+    ) -> None:
+        """Ask for these numbers at each scrape."""
+        self._leading.set_function(leading)
+        self._policies.set_function(policies)
+        self._pickers.set_function(pickers)
+        self._listed.set_function(lambda: -1 if (age := listed_age_seconds()) is None else age)
+        self._status_failures.set_function(status_failures)

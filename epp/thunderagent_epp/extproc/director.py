@@ -146,6 +146,7 @@ class Director:
         self._held: dict[str, Admission] = {}
         self._held_bytes = 0
         self._retiring = False
+        self._unready: Readiness | None = None
         self._draining = False
         self._open_streams: Callable[[], int] = lambda: 0
         self._interval_changed = asyncio.Event()
@@ -163,10 +164,21 @@ class Director:
         """Whether requests are taken."""
         if self._retiring:
             return Readiness.DRAINING
+        if self._unready is not None:
+            return self._unready
         return Readiness.NO_SNAPSHOT if self._snapshot is None else Readiness.OK
 
+    def set_unready(self, reason: Readiness | None) -> None:
+        """Be not ready for a reason of the feed's, None for none; requests are taken all the same."""
+        self._unready = reason
+
     def apply(self, snapshot: Snapshot) -> None:
-        """Take a newer snapshot into force; what it changes shows at the next arrival or tick."""
+        """Take a newer snapshot into force; what it changes shows at the next arrival or tick.
+
+        Raises ValueError for one that cannot be served as it asks; then nothing has changed.
+        """
+        if snapshot.disaggregation is not None:
+            raise ValueError("topology: this picker serves Aggregated only")
         before, self._snapshot, self._applied_at = self._snapshot, snapshot, self._clock()
         self._by_endpoint = {worker.endpoint: worker.id for worker in snapshot.capacity.workers}
         self._selector.snapshot(snapshot.capacity)

@@ -142,6 +142,15 @@ class Metrics:
         """Ask ``gauges`` at each scrape for the numbers of that moment. Call once."""
         self.registry.register(_Moment(gauges))
 
+    def watch_feed(self, connected: Callable[[], bool], refusals: Callable[[], int]) -> None:
+        """Show the feed of an operator, asked at each scrape. Call once, where there is one."""
+        Gauge(
+            "thunderagent_feed_connected", "1 while the operator's feed is followed.", registry=self.registry
+        ).set_function(connected)
+        Gauge(
+            "thunderagent_feed_refused_snapshots", "Snapshots that could not be applied.", registry=self.registry
+        ).set_function(refusals)
+
     def request(self, path: str, outcome: Outcome) -> None:
         """Count a request when it has ended; ``path`` without its query, any client's text is safe."""
         self._request_children[path if path in INFERENCE_PATHS else OTHER, outcome].inc()

@@ -22,6 +22,10 @@ class Readiness(StrEnum):
     OK = "ok"
     NO_SNAPSHOT = "no_snapshot"
     DRAINING = "draining"
+    POLICY_NOT_FOUND = "policy_not_found"
+    """The operator knows no policy of this name."""
+    POLICY_DELETED = "policy_deleted"
+    """The policy is gone; requests are still placed by its last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

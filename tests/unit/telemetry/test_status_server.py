@@ -8,7 +8,7 @@ from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Role
 from thunderagent_epp.scheduling.decisions import ProgramState, State
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.snapshot import Snapshot
-from thunderagent_epp.telemetry.http import StatusServer
+from thunderagent_epp.telemetry.http import status_server
 from thunderagent_epp.telemetry.metrics import Metrics
 from thunderagent_epp.telemetry.status import Readiness, SnapshotStatus, Status, WorkerStatus, policy_parameters
 
@@ -26,7 +26,7 @@ class Picker:
 @pytest.fixture
 async def picker() -> AsyncIterator[Picker]:
     picker = Picker()
-    server = StatusServer(picker.metrics, lambda: picker.status, lambda: picker.readiness)
+    server = status_server(picker.metrics, lambda: picker.status, lambda: picker.readiness)
     port = await server.start("127.0.0.1", 0)
     picker.url = f"http://127.0.0.1:{port}"
     yield picker
@@ -205,7 +205,7 @@ async def test_a_page_that_fails_says_so_and_the_others_go_on(picker: Picker, cl
 
 
 async def test_without_a_host_every_interface_listens_on_one_port(client: aiohttp.ClientSession) -> None:
-    server = StatusServer(Metrics(), Status, lambda: Readiness.OK)
+    server = status_server(Metrics(), Status, lambda: Readiness.OK)
     port = await server.start("", 0)
     try:
         async with client.get(f"http://127.0.0.1:{port}/readyz") as answer:
@@ -216,14 +216,14 @@ async def test_without_a_host_every_interface_listens_on_one_port(client: aiohtt
 
 async def test_a_port_that_is_taken_is_an_error_and_stopping_is_safe_after_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = StatusServer(Metrics(), Status, lambda: Readiness.OK)
+        server = status_server(Metrics(), Status, lambda: Readiness.OK)
         with pytest.raises(OSError, match="ddress already in use"):
             await server.start("127.0.0.1", taken.getsockname()[1])
         await server.stop()
 
 
 async def test_stopping_closes_the_port_though_a_scraper_keeps_its_connection() -> None:
-    server = StatusServer(Metrics(), Status, lambda: Readiness.OK)
+    server = status_server(Metrics(), Status, lambda: Readiness.OK)
     port = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession() as scraper:
         async with scraper.get(f"http://127.0.0.1:{port}/metrics") as answer:

@@ -1,0 +1,169 @@
+"""The few requests the operator makes to the Kubernetes API itself; watching is kopf's.
+
+Lists of names make up for what a watch cannot tell: that a first list is complete, and what was deleted while no
+watch was open. Writes are two: a policy's status, and events about a policy. Nothing here retries; the callers are
+level-triggered and come again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client, config
+
+from thunderagent_operator.resources import GROUP, KIND, PLURAL, VERSION
+
+POOL_GROUP: Final = "inference.networking.k8s.io"
+POOL_VERSION: Final = "v1"
+POOL_PLURAL: Final = "inferencepools"
+
+REPORTER: Final = "thunderagent-operator"
+
+_PAGE: Final = 500
+_NAMES_ONLY: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io,application/json"
+
+ApiError = (client.ApiException, aiohttp.ClientError, OSError, TimeoutError)
+"""What a request can raise: the API refused it, or could not be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of namespaced objects, by its place in the API."""
+
+    group: str
+    version: str
+    plural: str
+
+    def path(self, namespace: str | None) -> str:
+        """Of the list of its objects, in one namespace or in all."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/{self.plural}" if namespace is None else f"{root}/namespaces/{namespace}/{self.plural}"
+
+
+POLICIES: Final = Kind(GROUP, VERSION, PLURAL)
+POOLS: Final = Kind(POOL_GROUP, POOL_VERSION, POOL_PLURAL)
+PODS: Final = Kind("", "v1", "pods")
+
+
+async def connect() -> client.ApiClient:
+    """A client for the cluster this runs in, else for the one of the user's kubeconfig.
+
+    Raises kubernetes.aio.config.ConfigException when there is neither.
+    """
+    configuration = client.Configuration()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    return client.ApiClient(configuration)
+
+
+class Api:
+    """Requests to the API, with ``timeout_seconds`` (> 0) for each."""
+
+    def __init__(self, api: client.ApiClient, timeout_seconds: float = 30.0) -> None:
+        self._api = api
+        self._timeout_seconds = timeout_seconds
+        self._events = client.CoreV1Api(api)
+
+    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, str] | None:
+        """Every object of a kind as ``namespace/name`` → uid; None where the kind is not there. Raises ApiError."""
+        found: dict[str, str] = {}
+        query: dict[str, str] = {"limit": str(_PAGE)}
+        if label_selector:
+            query["labelSelector"] = label_selector
+        while True:
+            try:
+                page = await self._request("GET", kind.path(namespace), query=query, accept=_NAMES_ONLY)
+            except client.ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+            for item in page.get("items") or ():
+                metadata = item["metadata"]
+                found[f"{metadata['namespace']}/{metadata['name']}"] = metadata["uid"]
+            if not (next_page := page["metadata"].get("continue")):
+                return found
+            query["continue"] = next_page
+
+    async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Put a policy's status in place of what is there; a policy that is gone has none. Raises ApiError."""
+        # A merge patch leaves fields alone that it does not name; null is what takes one away.
+        given = {field: status.get(field) for field in _STATUS_FIELDS}
+        try:
+            await self._request(
+                "PATCH",
+                f"{POLICIES.path(namespace)}/{name}/status",
+                body={"status": given},
+                content_type="application/merge-patch+json",
+            )
+        except client.ApiException as error:
+            if error.status != 404:
+                raise
+
+    async def event(self, policy: Mapping[str, Any], *, reason: str, message: str, warning: bool) -> None:
+        """Record an event on a policy, given as the API gave it. Raises ApiError."""
+        metadata = policy["metadata"]
+        now = datetime.now(UTC)
+        body = {
+            "metadata": {"name": f"{metadata['name'][:200]}.{uuid4().hex[:16]}", "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": KIND,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": "Warning" if warning else "Normal",
+            "reason": reason,
+            "message": message[:1024],
+            "source": {"component": REPORTER},
+            "reportingComponent": REPORTER,
+            "reportingInstance": os.environ.get("POD_NAME", REPORTER),
+            "action": "Reconcile",
+            "firstTimestamp": now.isoformat(timespec="seconds"),
+            "lastTimestamp": now.isoformat(timespec="seconds"),
+            "count": 1,
+        }
+        await self._request("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", body=body)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        accept: str = "application/json",
+        content_type: str = "application/json",
+    ) -> Any:
+        request = await self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": accept, "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        response = await self._api.call_api(*request, _request_timeout=self._timeout_seconds)
+        content = await response.read()  # type: ignore[no-untyped-call]
+        if not 200 <= response.status < 300:
+            raise client.ApiException(http_resp=response)
+        return msgspec.json.decode(content)
+
+
+_STATUS_FIELDS: Final = (
+    "observedGeneration",
+    "conditions",
+    "workers",
+    "capacityTokens",
+    "snapshot",
+    "pickers",
+)
