@@ -1,6 +1,7 @@
 """``thunderagent operator`` and ``thunderagent crd``: their options, and how they fail.
 
-`thunderagent_epp.cli` adds them. What runs is imported when the command runs, so that the picker can be installed without kopf and the rest.
+`thunderagent_epp.cli` adds them. What runs is imported when the command runs, so that the picker can be installed
+without kopf and the rest.
 """
 
 from __future__ import annotations
