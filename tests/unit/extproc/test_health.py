@@ -107,7 +107,7 @@ async def test_list_tells_every_name_at_once(ports: Ports) -> None:
 
 async def test_a_server_added_later_does_not_forget_readiness(ports: Ports) -> None:
     await ports.health.set_ready(True)
-    await ports.health.add_to(grpc.aio.server())
+    ports.health.add_to(grpc.aio.server())
     assert await status(ports.picker, "readiness") == SERVING
 
 
