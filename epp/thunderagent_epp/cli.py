@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +97,8 @@ def epp(
     log_format: Annotated[str, typer.Option(help="json, console, or auto: console on a terminal.")] = "auto",
 ) -> None:
     """Run the endpoint picker: an Envoy external-processing server."""
+    # Before gRPC is imported: its core writes lines of its own among ours, one for each handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     configure_logs(log_level, log_format)
     from thunderagent_epp.extproc.tls import CertificateError
     from thunderagent_epp.feed.policy_file import PolicyFileError

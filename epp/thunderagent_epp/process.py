@@ -21,6 +21,7 @@ import grpc
 
 from thunderagent_epp.extproc.director import DEFAULT_MAX_HELD_BYTES, Director
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE, Health
+from thunderagent_epp.extproc.ports import listen
 from thunderagent_epp.extproc.server import DEFAULT_MAX_BODY_BYTES, Server
 from thunderagent_epp.extproc.tls import server_credentials
 from thunderagent_epp.feed.operator_feed import OperatorFeed, Unready
@@ -194,11 +195,7 @@ async def _serve_health(health: Health, host: str, port: int, stack: contextlib.
     """Serve health by itself, in plaintext: a kubelet's gRPC probes speak no TLS. Returns the port."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     health.add_to(server)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
+    bound = listen(server, host, port)
     await server.start()
     stack.push_async_callback(server.stop, None)
     return bound

@@ -22,6 +22,7 @@ from thunderagent_epp.extproc.director import Admission, Director, Placement
 from thunderagent_epp.extproc.errors import Refusal, Refused
 from thunderagent_epp.extproc.exchange import Exchange, State, UnexpectedMessage
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE
+from thunderagent_epp.extproc.ports import listen
 from thunderagent_epp.requests.body import strip_fields
 from thunderagent_epp.requests.inference import InvalidRequest, read_request
 from thunderagent_epp.telemetry.logs import logger
@@ -101,14 +102,7 @@ class Server:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process}),))
         for add_to in self._services:
             add_to(server)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if credentials is None:
-                bound = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+        bound = listen(server, host, port, credentials)
         await server.start()
         self._grpc = server
         return bound

@@ -217,8 +217,9 @@ async def test_without_a_host_every_interface_listens_on_one_port(client: aiohtt
 async def test_a_port_that_is_taken_is_an_error_and_stopping_is_safe_after_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = status_server(Metrics(), Status, lambda: Readiness.OK)
-        with pytest.raises(OSError, match="ddress already in use"):
-            await server.start("127.0.0.1", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{port}: Address already in use$"):
+            await server.start("127.0.0.1", port)
         await server.stop()
 
 
