@@ -15,7 +15,15 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from thunderagent_epp.feed.problems import Problem, problems
-from thunderagent_epp.feed.spec import STRICT_SPEC, RequestsSpec, SelectionSpec
+from thunderagent_epp.feed.spec import (
+    STRICT_SPEC,
+    Engine,
+    MetricsSpec,
+    Port,
+    RequestsSpec,
+    SelectionSpec,
+    SpecSection,
+)
 from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy, Seconds
 from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
 from thunderagent_operator.probes.reading import CAPACITY_TOKENS_MAX
@@ -35,7 +43,6 @@ LABEL_KEY_PATTERN: Final = rf"^({_DNS_SUBDOMAIN}/)?{_LABEL_NAME}$"
 LABEL_KEY_CHARACTERS_MAX: Final = 317
 LABEL_VALUE_PATTERN: Final = rf"^({_LABEL_NAME})?$"
 OBJECT_NAME_PATTERN: Final = rf"^{_DNS_SUBDOMAIN}$"
-PATH_PATTERN: Final = r"^/[!-~]*$"
 
 _ABSENT_NOT_NULL: Final[dict[str, Any]] = {"nullable": False}
 """Schema of an optional field without a default, where null means nothing: the API server drops a null, and CEL's
@@ -68,21 +75,7 @@ LabelValue = Annotated[
     Field(max_length=63, json_schema_extra={"pattern": LABEL_VALUE_PATTERN}),
     _matches(LABEL_VALUE_PATTERN, "a label's value"),
 ]
-Port = Annotated[int, Field(ge=1, le=65535)]
 CapacityTokens = Annotated[int, Field(ge=1, le=CAPACITY_TOKENS_MAX)]
-
-
-class SpecSection(BaseModel):
-    """A mapping of the spec. A field given as null is one that was left out, as at the API server."""
-
-    model_config = STRICT_SPEC
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class LabelRequirement(SpecSection):
@@ -128,20 +121,6 @@ class LabelSelector(SpecSection):
         return self
 
 
-class MetricsSpec(SpecSection):
-    """Where the metrics of a worker rank are read."""
-
-    path: Annotated[
-        str,
-        Field(max_length=1024, json_schema_extra={"pattern": PATH_PATTERN}),
-        _matches(PATH_PATTERN, "an absolute path such as /metrics"),
-    ] = Field("/metrics", description="Path of the Prometheus metrics.")
-    port: Port | None = Field(None, description="Port of the metrics; null for the rank's own.")
-    scheme: Literal["http", "https"] = Field(
-        "http", description="https is used without verifying the certificate: pods have none for their address."
-    )
-
-
 class WorkersSpec(SpecSection):
     """Which pods are workers, and how much each of their ports can hold."""
 
@@ -172,7 +151,7 @@ class WorkersSpec(SpecSection):
         description="Ports of each pod, with selector only; each is one data-parallel rank, in this order.",
         json_schema_extra=_ABSENT_NOT_NULL,
     )
-    engine: Literal["auto", "vllm", "sglang", "trtllm", "llamacpp", "none"] = Field(
+    engine: Engine = Field(
         "auto",
         description="What serves the model; auto goes by the pod's engine label, else by its metrics; none probes "
         "nothing.",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from thunderagent_epp.requests.policy import RequestPolicy
 
+PATH_PATTERN: Final = r"^/[!-~]*$"
 HEADER_NAME_PATTERN: Final = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$"
 """A field name of RFC 9110, section 5.1: no pseudo-headers."""
 
@@ -21,6 +23,12 @@ STRICT_SPEC: Final = ConfigDict(
 NAMES_MAX: Final = 32
 NAME_CHARACTERS_MAX: Final = 256
 """Of a list of names and of each: bounds what the API server reckons the rules on them cost."""
+
+
+def _path(text: str) -> str:
+    if not re.fullmatch(PATH_PATTERN, text):
+        raise ValueError(f"must be an absolute path such as /metrics, not {text[:60]!r}")
+    return text
 
 
 def _header_name(name: str) -> str:
@@ -42,6 +50,8 @@ def _unique(names: list[str]) -> list[str]:
     return names
 
 
+Port = Annotated[int, Field(ge=1, le=65535)]
+Engine = Literal["auto", "vllm", "sglang", "trtllm", "llamacpp", "none"]
 HeaderName = Annotated[
     str,
     Field(max_length=NAME_CHARACTERS_MAX, json_schema_extra={"pattern": HEADER_NAME_PATTERN}),
@@ -50,6 +60,31 @@ HeaderName = Annotated[
 BodyField = Annotated[
     str, Field(max_length=NAME_CHARACTERS_MAX, json_schema_extra={"minLength": 1}), AfterValidator(_body_field)
 ]
+
+
+class SpecSection(BaseModel):
+    """A mapping of the spec. A field given as null is one that was left out, as at the API server."""
+
+    model_config = STRICT_SPEC
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class MetricsSpec(SpecSection):
+    """Where the metrics of a worker rank are read."""
+
+    path: Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": PATH_PATTERN}), AfterValidator(_path)] = (
+        Field("/metrics", description="Path of the Prometheus metrics.")
+    )
+    port: Port | None = Field(None, description="Port of the metrics; null for the rank's own.")
+    scheme: Literal["http", "https"] = Field(
+        "http", description="https is used without verifying the certificate: pods have none for their address."
+    )
 
 
 class RequestsSpec(BaseModel):
