@@ -69,9 +69,14 @@ class PageServer:
     async def start(self, host: str, port: int) -> int:
         """Listen, on every interface when ``host`` is empty, and return the port; 0 takes a free one.
 
-        Raises OSError when the address cannot be had.
+        Raises OSError that names the address and says what is in the way when it cannot be had.
         """
-        listener = _listen(host, port)
+        try:
+            listener = _listen(host, port)
+        except OSError as error:
+            # Without the address that Python adds, as a tuple, to the system's words.
+            reason = (error.strerror or str(error)).partition(" (")[0]
+            raise OSError(f"cannot listen on {f'[{host}]' if ':' in host else host}:{port}: {reason}") from error
         try:
             await self._runner.setup()
             await web.SockSite(self._runner, listener).start()
