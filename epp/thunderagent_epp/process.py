@@ -38,11 +38,22 @@ from thunderagent_epp.telemetry.status import Readiness
 _log = logger("extproc")
 
 
+class Feed(Protocol):
+    """Where snapshots come from while the picker runs."""
+
+    async def run(self) -> NoReturn:
+        """Publish every snapshot until cancelled."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
-    """Snapshots from a file."""
+    """Snapshots from a file, by what ``feed`` makes of its path, of what takes the snapshots and of the metrics.
+
+    Whoever adds something to what the file says, such as capacities learnt from the workers, puts another one here.
+    """
 
     path: Path
+    feed: Callable[[Path, Callable[[Snapshot], None], Metrics], Feed] = StaticFileFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +68,6 @@ class OperatorFeedOptions:
     policy: str
     tls: TlsFiles | None = None
     identity: str | None = None
-
-
-class _Feed(Protocol):
-    async def run(self) -> NoReturn: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +158,10 @@ def _feed(
     metrics: Metrics,
     apply: Callable[[Snapshot], None],
     readiness_changed: Callable[[], None],
-) -> _Feed:
+) -> Feed:
     """Where snapshots come from."""
     if isinstance(source, PolicyFile):
-        return StaticFileFeed(source.path, apply, metrics)
+        return source.feed(source.path, apply, metrics)
 
     def unready(reason: Unready | None) -> None:
         director.set_unready(None if reason is None else Readiness(reason.value))

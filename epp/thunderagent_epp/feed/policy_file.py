@@ -1,4 +1,4 @@
-"""The policy file: what `thunderagent epp --policy-file` reads where there is no Kubernetes (kubernetes.md, *Feed*).
+"""The policy file: what `thunderagent epp` and `standalone` read without Kubernetes (kubernetes.md, *Feed*).
 
 It holds the fields of a ThunderAgentPolicy's spec, except that ``workers`` is the list of workers itself. A file is
 accepted whole or refused whole, with every fault on one line that names the file, its line and the field.
@@ -15,10 +15,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from thunderagent_epp.feed.problems import Problem, problems
-from thunderagent_epp.feed.spec import STRICT_SPEC, RequestsSpec, SelectionSpec
+from thunderagent_epp.feed.spec import STRICT_SPEC, Engine, MetricsSpec, Port, RequestsSpec, SelectionSpec
 from thunderagent_epp.feed.yaml_lines import Document, YamlError
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
-from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy
+from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy, Seconds
 from thunderagent_epp.snapshot import Snapshot
 
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -59,23 +59,40 @@ def _ports(ports: list[int]) -> list[int]:
 
 
 class WorkerSpec(BaseModel):
-    """One worker; each of its ports is one data-parallel rank, in order."""
+    """One worker; each of its ports is one data-parallel rank, in order.
+
+    How it is probed (``engine``, ``metrics``, ``probeInterval``) matters to ``thunderagent standalone`` alone; the
+    picker by itself probes nothing and takes the same file.
+    """
 
     model_config = STRICT_SPEC
 
     name: Annotated[str, AfterValidator(_name)] = Field(description="Unique among the workers.")
     address: Annotated[str, AfterValidator(_address)] = Field(description="IPv4 or IPv6 address.")
-    ports: Annotated[
-        list[Annotated[int, Field(ge=1, le=65535)]], Field(min_length=1, max_length=8), AfterValidator(_ports)
-    ] = Field(description="One port per data-parallel rank.")
+    ports: Annotated[list[Port], Field(min_length=1, max_length=8), AfterValidator(_ports)] = Field(
+        description="One port per data-parallel rank."
+    )
     capacity_tokens: Annotated[int, Field(gt=0)] | None = Field(
         None, alias="capacityTokens", description="Tokens the KV cache of each rank holds; left out: unknown."
     )
 
+    block_size: Annotated[int, Field(ge=1, le=65536)] = Field(
+        16, alias="blockSize", description="Tokens of a KV cache block, used where the worker does not say."
+    )
+    engine: Engine = Field(
+        "auto", description="What serves the model; auto goes by its metrics, none is never asked for its capacity."
+    )
+    metrics: MetricsSpec = Field(default_factory=MetricsSpec, description="Where the metrics are read.")
+    probe_interval_seconds: Seconds = Field(10.0, alias="probeInterval", description="Time between two probes.")
+
+    @property
+    def host(self) -> str:
+        """The address as it stands before a port: in brackets if it is a v6 one."""
+        return f"[{self.address}]" if ":" in self.address else self.address
+
     def endpoints(self) -> list[str]:
         """``ip:port`` or ``[v6]:port`` of each rank."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return [f"{host}:{port}" for port in self.ports]
+        return [f"{self.host}:{port}" for port in self.ports]
 
 
 class PolicyFile(BaseModel):
@@ -115,6 +132,7 @@ class PolicyFile(BaseModel):
                         endpoint=endpoint,
                         capacity_tokens=worker.capacity_tokens,
                         incarnation=endpoint,
+                        block_size=worker.block_size,
                     )
                     for worker in self.workers
                     for rank, endpoint in enumerate(worker.endpoints())

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
 
-from thunderagent_epp.feed.policy_file import PolicyFileError, parse_policy_file, read_policy_file
+from thunderagent_epp.feed.policy_file import PolicyFile, PolicyFileError, parse_policy_file, read_policy_file
 from thunderagent_epp.snapshot import Snapshot
 from thunderagent_epp.telemetry import logs
 from thunderagent_epp.telemetry.metrics import Metrics
@@ -27,9 +27,10 @@ log = logs.logger("feed")
 
 
 class StaticFileFeed:
-    """Follows one policy file; ids count from 1, one more for each change of what the file says.
+    """Follows one policy file; ids count from 1, one more for each change of the snapshot.
 
-    The file is read when the feed is made. Raises PolicyFileError then, never later.
+    ``snapshot_of`` makes a snapshot of what the file says and an id; it is asked for each content of the file, and by
+    `renew`. The file is read when the feed is made. Raises PolicyFileError then, never later.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StaticFileFeed:
         publish: Callable[[Snapshot], None],
         metrics: Metrics,
         look_interval_seconds: float = LOOK_INTERVAL_SECONDS,
+        snapshot_of: Callable[[PolicyFile, int], Snapshot] = PolicyFile.snapshot,
     ) -> None:
         self._path = path
         self._publish = publish
@@ -45,7 +47,9 @@ class StaticFileFeed:
         self._look_interval_seconds = look_interval_seconds
         self._taken: bytes | str = read_policy_file(path)
         """The content last accepted or refused; where there is none to read, why."""
-        self._snapshot = parse_policy_file(self._taken, str(path)).snapshot(1)
+        self._snapshot_of = snapshot_of
+        self._policy = parse_policy_file(self._taken, str(path))
+        self._snapshot = snapshot_of(self._policy, 1)
         self._refused = False
 
     async def run(self) -> NoReturn:
@@ -64,6 +68,15 @@ class StaticFileFeed:
         content = self._look()
         if content != self._taken:
             self._take(content)
+
+    def renew(self) -> bool:
+        """Make the snapshot anew from what the file said last; publish it and return True if it is another."""
+        snapshot = self._snapshot_of(self._policy, self._snapshot.id + 1)
+        if replace(snapshot, id=self._snapshot.id) == self._snapshot:
+            return False
+        self._snapshot = snapshot
+        self._publish(snapshot)
+        return True
 
     def _look(self) -> bytes | str:
         try:
@@ -87,12 +100,13 @@ class StaticFileFeed:
         if self._refused:
             self._refused = False
             log.info("policy file is good again", path=str(self._path))
-        snapshot = policy.snapshot(self._snapshot.id + 1)
-        if replace(snapshot, id=self._snapshot.id) == self._snapshot:
+        self._policy = policy
+        if not self.renew():
             log.debug("policy file says the same as before", path=str(self._path))
             return
-        self._snapshot = snapshot
-        self._publish(snapshot)
         log.info(
-            "policy file in force", path=str(self._path), snapshot=snapshot.id, workers=len(snapshot.capacity.workers)
+            "policy file in force",
+            path=str(self._path),
+            snapshot=self._snapshot.id,
+            workers=len(self._snapshot.capacity.workers),
         )
