@@ -3,9 +3,7 @@ needs it, so that one can be installed without the others and ``--help`` stays q
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +11,24 @@ from typing import Annotated
 import typer
 
 from thunderagent_epp import __version__
-from thunderagent_epp.options import configure_logs, fail, feed_tls, refuse
-from thunderagent_operator.commands import crd, operator
+from thunderagent_epp.options import configure_logs, feed_tls, refuse
+from thunderagent_epp.picker_options import (
+    DrainDelay,
+    DrainTimeout,
+    GrpcPort,
+    HealthPort,
+    Host,
+    HttpPort,
+    LogFormat,
+    LogLevel,
+    MaxBodyBytes,
+    MaxHeldBytes,
+    Plaintext,
+    TlsCertificate,
+    TlsKey,
+    run_picker,
+)
+from thunderagent_operator.commands import crd, operator, standalone
 from thunderagent_sim.commands import simulate_worker
 from thunderagent_sim.demo_command import demo
 
@@ -78,31 +92,23 @@ def epp(
     ] = None,
     feed_cert: Annotated[Path | None, typer.Option(help="Certificate to show the operator.", metavar="FILE")] = None,
     feed_key: Annotated[Path | None, typer.Option(help="Its private key.", metavar="FILE")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; every interface by default.")] = "",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="The picker's port; 0 takes a free one.")] = 9002,
-    health_port: Annotated[int, typer.Option(min=0, max=65535, help="Health alone, in plaintext.")] = 9003,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="/metrics, /state, /healthz and /readyz.")] = 9090,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="Certificate of the picker's port, reloaded when it changes.", metavar="FILE")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.", metavar="FILE")] = None,
-    plaintext: Annotated[bool, typer.Option("--plaintext", help="No TLS on the picker's port.")] = False,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Larger request bodies are refused.")] = 64 << 20,
-    max_held_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of bodies held at once.")] = 1 << 30,
-    drain_delay: Annotated[float, typer.Option(min=0, help="Seconds from SIGTERM until requests are refused.")] = 5.0,
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running answers are then given.")] = 600.0,
-    log_level: Annotated[
-        str, typer.Option(help="debug, info, warning or error, and parts with their own: info,scheduling=debug.")
-    ] = "info",
-    log_format: Annotated[str, typer.Option(help="json, console, or auto: console on a terminal.")] = "auto",
+    host: Host = "",
+    grpc_port: GrpcPort = 9002,
+    health_port: HealthPort = 9003,
+    http_port: HttpPort = 9090,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    plaintext: Plaintext = False,
+    max_body_bytes: MaxBodyBytes = 64 << 20,
+    max_held_bytes: MaxHeldBytes = 1 << 30,
+    drain_delay: DrainDelay = 5.0,
+    drain_timeout: DrainTimeout = 600.0,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
 ) -> None:
     """Run the endpoint picker: an Envoy external-processing server."""
-    # Before gRPC is imported: its core writes lines of its own among ours, one for each handshake that fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     configure_logs(log_level, log_format)
-    from thunderagent_epp.extproc.tls import CertificateError
-    from thunderagent_epp.feed.policy_file import PolicyFileError
-    from thunderagent_epp.process import OperatorFeedOptions, PickerOptions, PolicyFile, serve
+    from thunderagent_epp.process import OperatorFeedOptions, PolicyFile
 
     source: PolicyFile | OperatorFeedOptions
     if policy_file is not None:
@@ -113,28 +119,20 @@ def epp(
         source = OperatorFeedOptions(feed, policy, feed_tls(feed_ca, feed_cert, feed_key))
     else:
         refuse("give --policy-file FILE, or --feed HOST:PORT with --policy NAMESPACE/NAME")
-    if plaintext and (tls_cert is not None or tls_key is not None):
-        refuse("--plaintext: takes no --tls-cert and no --tls-key")
-    options = PickerOptions(
-        source=source,
+    run_picker(
+        source,
         host=host,
         grpc_port=grpc_port,
         health_port=health_port,
         http_port=http_port,
-        tls_certificate=tls_cert,
+        tls_cert=tls_cert,
         tls_key=tls_key,
         plaintext=plaintext,
         max_body_bytes=max_body_bytes,
         max_held_bytes=max_held_bytes,
-        drain_delay_seconds=drain_delay,
-        drain_timeout_seconds=drain_timeout,
+        drain_delay=drain_delay,
+        drain_timeout=drain_timeout,
     )
-    try:
-        asyncio.run(serve(options))
-    except (PolicyFileError, CertificateError, ValueError) as error:
-        refuse(*str(error).splitlines())
-    except OSError as error:
-        fail(error)
 
 
 @app.command("envoy-config")
@@ -193,6 +191,7 @@ def _host_port(option: str, text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+app.command()(standalone)
 app.command()(operator)
 app.command()(crd)
 app.command("simulate-worker")(simulate_worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -31,7 +32,9 @@ def fail(problem: object) -> NoReturn:
 
 
 def configure_logs(level: str, format_name: str) -> None:
-    """Set logging up as asked, or refuse."""
+    """Set logging up as asked, or refuse. Call it before gRPC is imported."""
+    # gRPC's core writes lines of its own among ours, one for each handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from thunderagent_epp.telemetry import logs
 
     log_format = next((known for known in logs.FORMATS if known == format_name), None)

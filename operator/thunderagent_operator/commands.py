@@ -1,4 +1,4 @@
-"""``thunderagent operator`` and ``thunderagent crd``: their options, and how they fail.
+"""``thunderagent operator``, ``crd`` and ``standalone``: their options, and how they fail.
 
 `thunderagent_epp.cli` adds them. What runs is imported when the command runs, so that the picker can be installed
 without kopf and the rest.
@@ -13,6 +13,22 @@ from typing import Annotated
 import typer
 
 from thunderagent_epp.options import configure_logs, fail, feed_tls, refuse
+from thunderagent_epp.picker_options import (
+    DrainDelay,
+    DrainTimeout,
+    GrpcPort,
+    HealthPort,
+    Host,
+    HttpPort,
+    LogFormat,
+    LogLevel,
+    MaxBodyBytes,
+    MaxHeldBytes,
+    Plaintext,
+    TlsCertificate,
+    TlsKey,
+    run_picker,
+)
 
 
 def operator(
@@ -63,6 +79,45 @@ def operator(
         refuse(str(error))
     except (OperatorError, OSError) as error:
         fail(error)
+
+
+def standalone(
+    policy_file: Annotated[
+        Path, typer.Option(help="Policy and workers from a file, re-read when it changes.", metavar="FILE")
+    ],
+    host: Host = "",
+    grpc_port: GrpcPort = 9002,
+    health_port: HealthPort = 9003,
+    http_port: HttpPort = 9090,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    plaintext: Plaintext = False,
+    max_body_bytes: MaxBodyBytes = 64 << 20,
+    max_held_bytes: MaxHeldBytes = 1 << 30,
+    drain_delay: DrainDelay = 5.0,
+    drain_timeout: DrainTimeout = 600.0,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
+) -> None:
+    """Run the endpoint picker without Kubernetes, asking the policy file's workers what they can hold."""
+    configure_logs(log_level, log_format)
+    from thunderagent_epp.process import PolicyFile
+    from thunderagent_operator.standalone import ProbedFileFeed
+
+    run_picker(
+        PolicyFile(policy_file, ProbedFileFeed),
+        host=host,
+        grpc_port=grpc_port,
+        health_port=health_port,
+        http_port=http_port,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        plaintext=plaintext,
+        max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
+        drain_delay=drain_delay,
+        drain_timeout=drain_timeout,
+    )
 
 
 def crd() -> None:
