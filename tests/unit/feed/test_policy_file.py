@@ -303,3 +303,33 @@ def test_a_missing_file_a_directory_and_a_huge_file_are_one_line_each(tmp_path: 
         with pytest.raises(PolicyFileError) as caught:
             load_policy_file(path)
         assert str(caught.value) == said
+
+
+def test_a_worker_may_say_how_it_is_probed() -> None:
+    policy = parsed(
+        "workers:\n"
+        "- {name: a, address: 10.0.0.1, ports: [8000], engine: sglang, blockSize: 32, probeInterval: 30s,\n"
+        "   metrics: {path: /m, port: 9400, scheme: https}}\n"
+        "- {name: b, address: 10.0.0.2, ports: [8000], metrics: {port: null}}\n"
+    )
+    told, untold = policy.workers
+    assert (told.engine, told.probe_interval_seconds, told.metrics.model_dump()) == (
+        "sglang",
+        30.0,
+        {"path": "/m", "port": 9400, "scheme": "https"},
+    )
+    assert (untold.engine, untold.probe_interval_seconds, untold.metrics.model_dump()) == (
+        "auto",
+        10.0,
+        {"path": "/metrics", "port": None, "scheme": "http"},
+    )
+    assert [worker.block_size for worker in policy.snapshot(1).capacity.workers] == [32, 16]
+
+
+def test_what_is_wrong_in_how_a_worker_is_probed_is_told_by_its_field() -> None:
+    assert refusal(
+        "workers:\n- {name: a, address: 10.0.0.1, ports: [8000],\n   engine: vLLM,\n   metrics: {path: metrics}}\n"
+    ) == [
+        "policy.yaml:3: workers[0].engine: must be auto, vllm, sglang, trtllm, llamacpp or none, not 'vLLM'",
+        "policy.yaml:4: workers[0].metrics.path: must be an absolute path such as /metrics, not 'metrics'",
+    ]
