@@ -78,6 +78,17 @@ async def test_an_answer_of_the_proxys_own_while_held_ends_the_hold_and_rolls_ba
     assert len(worker.received) == 1
 
 
+async def test_the_routes_timeout_does_not_run_while_a_request_is_held(
+    start_envoy: StartEnvoy, worker: ScriptedWorker, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_envoys(monkeypatch, route_timeout(0.1))
+    of = snapshot(worker.endpoint, capacity_tokens=100, admission={"max_hold_seconds": 0.5})
+    async with running_local_picker(of) as picker:
+        envoy = await start_envoy(picker.port)
+        async with client.post(envoy.url + CHAT, data=HELLO, headers=of_session("s1")) as answer:
+            assert answer.headers["x-thunderagent-refusal"] == "hold_timeout"
+
+
 async def test_a_route_timeout_while_the_worker_computes_rolls_back(
     start_envoy: StartEnvoy, worker: ScriptedWorker, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
