@@ -24,7 +24,7 @@ The rules and their wording are those of scheduling.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import copy
 from math import floor
 
@@ -33,78 +33,24 @@ from thunderagent_epp.scheduling.decisions import (
     Decision,
     Mark,
     Pause,
-    ProgramState,
-    Reason,
     Reject,
     Release,
     Resume,
-    State,
 )
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
 from thunderagent_epp.scheduling.rooms import Rooms
-from thunderagent_epp.scheduling.roster import CONTINUING, IDLE, NEW, Roster
+from thunderagent_epp.scheduling.roster import CONTINUING, IDLE, NEW
+from thunderagent_epp.scheduling.rules import AdmissionRules
 
 
-class Classifier:
+class Classifier(AdmissionRules[Program]):
     """Decides by the classic rules which tracked requests go, and which programs pause and resume."""
 
     def __init__(self, policy: AdmissionPolicy, snapshot: CapacitySnapshot | None = None) -> None:
-        self._policy = policy
-        self._roster = Roster(policy)
-        self._tracked: dict[str, Turn] = {}
-        self._running = 0
+        super().__init__(policy, snapshot)
         self._queues: dict[str, dict[Turn, None]] = {}
         """Each session's turns in order of arrival; the first may be running."""
-        self._snapshot = CapacitySnapshot()
-        self._placed_by = self._snapshot
-        """The snapshot by which the programs have their places; an older one until the next arrival or tick."""
-        self.snapshot(snapshot or CapacitySnapshot())
-
-    def snapshot(self, snapshot: CapacitySnapshot) -> None:
-        """Take a newer snapshot. Programs on workers that are gone lose their place at the next arrival or tick."""
-        self._snapshot = snapshot
-        threshold = self._policy.pause_threshold
-        self._roster.ledger.limit(
-            {
-                worker.id: floor(worker.capacity_tokens * threshold)
-                for worker in snapshot.workers
-                if worker.capacity_tokens is not None
-            }
-        )
-
-    def configure(self, policy: AdmissionPolicy) -> None:
-        """Go on under other parameters; every charge is made anew, at the cost of a look at every program."""
-        programs = list(self._roster)
-        self._policy = policy
-        self._roster = Roster(policy)
-        for program in programs:
-            self._roster.add(program)
-        self.snapshot(self._snapshot)
-
-    @property
-    def tracked(self) -> int:
-        """Requests that have not ended."""
-        return len(self._tracked)
-
-    @property
-    def waiting(self) -> int:
-        """Tracked requests that have not been released."""
-        return len(self._tracked) - self._running
-
-    @property
-    def census(self) -> Mapping[tuple[Status, Lifecycle], int]:
-        """How many programs there are of each status and lifecycle."""
-        return self._roster.census
-
-    def used(self, worker: WorkerRank) -> int:
-        """Tokens charged to one worker."""
-        return self._roster.ledger.used(worker)
-
-    def lifecycle(self, session: str) -> Lifecycle | None:
-        """Whether a session's program is active or paused; None where there is no program."""
-        program = self._roster.get(session)
-        return None if program is None else program.lifecycle
 
     def arrive(
         self,
@@ -117,16 +63,8 @@ class Classifier:
         pinned: WorkerRank | None = None,
     ) -> tuple[Decision, ...]:
         """Track a request of ``input_tokens`` >= 0; released at once, rejected, or neither: then it waits."""
-        if request in self._tracked:
-            return (Reject(request, Reason.DUPLICATE_REQUEST),)
-        limit = self._policy.max_tracked_requests
-        if len(self._tracked) >= limit:
-            return (Reject(request, Reason.REQUEST_LIMIT),)
-        if not final and len(self._roster) >= limit and self._roster.get(session) is None:
-            idle = self._roster.longest_idle()
-            if idle is None:
-                return (Reject(request, Reason.PROGRAM_LIMIT),)
-            self._roster.drop(idle[1])
+        if (reason := self._refuses(request, session, final)) is not None:
+            return (Reject(request, reason),)
         self._retire(now)
         self._settle()
         turn = Turn(request, session, input_tokens, input_tokens, final, pinned)
@@ -200,27 +138,6 @@ class Classifier:
             decisions += self._force(now)
         decisions += self._relieve()
         return tuple(decisions)
-
-    def dump(self) -> State:
-        """Everything known, at a cost that grows with the number of programs."""
-        ledger = self._roster.ledger
-        return State(
-            programs={
-                program.session: ProgramState(
-                    status=program.status.value,
-                    lifecycle=program.lifecycle.value,
-                    worker=None if program.worker is None else program.worker.worker,
-                    rank=None if program.worker is None else program.worker.rank,
-                    tokens=program.size,
-                    steps=program.steps,
-                    marked=program.marked,
-                )
-                for program in self._roster
-            },
-            used={str(worker): used for worker in sorted(ledger.workers) if (used := ledger.used(worker))},
-            waiting=tuple(sorted(turn.request for turn in self._tracked.values() if not turn.running)),
-            tracked=len(self._tracked),
-        )
 
     # -- the turn at the front of a session ------------------------------------------------------------------------
 
@@ -312,30 +229,6 @@ class Classifier:
         return program if program is not None and program.turn is turn else None
 
     # -- what is due without a request -----------------------------------------------------------------------------
-
-    def _retire(self, now: float) -> None:
-        """Forget the programs idle for longer than they are retained."""
-        retention = self._policy.session_retention_seconds
-        while (idle := self._roster.longest_idle()) is not None and now - idle[0] >= retention:
-            self._roster.drop(idle[1])
-
-    def _settle(self) -> None:
-        """Take the places on workers that the newest snapshot no longer has, or has in a new incarnation."""
-        before, after = self._placed_by, self._snapshot
-        if before is after:
-            return
-        self._placed_by = after
-        gone = [
-            worker
-            for worker in self._roster.ledger.workers
-            if worker not in after.live
-            or (worker in before.by_id and before.by_id[worker].incarnation != after.by_id[worker].incarnation)
-        ]
-        for worker in gone:
-            for program in self._roster.on(worker):
-                self._roster.open(program)
-                program.worker = None
-                self._roster.close(program)
 
     def _resume(self) -> Iterator[Decision]:
         """Take paused programs while they fit the room of all workers together, then place the largest first."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
 from math import floor
+from typing import Generic, TypeVar
 
 from sortedcontainers import SortedList
 
@@ -19,16 +20,18 @@ from thunderagent_epp.scheduling.ledger import Ledger
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Program, Status
 
+P = TypeVar("P", bound=Program)
+
 CONTINUING, NEW, IDLE = range(3)
 """The order in which paused programs are resumed: waiting continuations, those of one turn, other idle ones."""
 
 
-class Roster:
+class Roster(Generic[P]):
     """All programs, charged in `ledger` while they are active and have a worker."""
 
     def __init__(self, policy: AdmissionPolicy) -> None:
         self.ledger = Ledger(policy)
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, P] = {}
         self._paused: tuple[SortedList[tuple[int, str]], ...] = (SortedList(), SortedList(), SortedList())
         self._deferred: SortedList[tuple[float, str]] = SortedList()
         self._idle: SortedList[tuple[float, str]] = SortedList()
@@ -38,25 +41,25 @@ class Roster:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def __iter__(self) -> Iterator[Program]:
+    def __iter__(self) -> Iterator[P]:
         """All programs by session; only for showing and for rebuilding."""
         return (self._programs[session] for session in sorted(self._programs))
 
-    def get(self, session: str) -> Program | None:
+    def get(self, session: str) -> P | None:
         """The program of a session, if it has one."""
         return self._programs.get(session)
 
-    def add(self, program: Program) -> None:
+    def add(self, program: P) -> None:
         """Take in a new program, complete as it is."""
         self._programs[program.session] = program
         self.close(program)
 
-    def drop(self, program: Program) -> None:
+    def drop(self, program: P) -> None:
         """Forget a program and what it is charged."""
         self.open(program)
         del self._programs[program.session]
 
-    def open(self, program: Program) -> None:
+    def open(self, program: P) -> None:
         """Take a program out of every order and of the ledger, to change it."""
         self.census[program.status, program.lifecycle] -= 1
         if program.paused:
@@ -68,7 +71,7 @@ class Roster:
         if program.acting_since is not None:
             self._idle.remove((program.acting_since, program.session))
 
-    def close(self, program: Program) -> None:
+    def close(self, program: P) -> None:
         """Put a changed program back where it now belongs."""
         self.census[program.status, program.lifecycle] += 1
         if program.paused:
@@ -80,7 +83,7 @@ class Roster:
         if program.acting_since is not None:
             self._idle.add((program.acting_since, program.session))
 
-    def grow(self, program: Program, context_tokens: int) -> None:
+    def grow(self, program: P, context_tokens: int) -> None:
         """Let the live context of a program's begun turn grow to ``context_tokens``."""
         turn = program.turn
         assert turn is not None
@@ -103,26 +106,26 @@ class Roster:
         """(size, session) of the paused programs of one group, smallest first."""
         return self._paused[group]
 
-    def longest_idle(self) -> tuple[float, Program] | None:
+    def longest_idle(self) -> tuple[float, P] | None:
         """The acting program that has been idle longest, with the time since when."""
         if not self._idle:
             return None
         since, session = self._idle[0]
         return since, self._programs[session]
 
-    def on(self, worker: WorkerRank) -> list[Program]:
+    def on(self, worker: WorkerRank) -> list[P]:
         """Every program that has its place on one worker."""
         account = self.ledger.account(worker)
         if account is None:
             return []
-        return [*self.idle_on(worker), *account.reasoning.values()]
+        return [*self.idle_on(worker), *(self._programs[session] for session in account.reasoning)]
 
-    def idle_on(self, worker: WorkerRank) -> Iterator[Program]:
+    def idle_on(self, worker: WorkerRank) -> Iterator[P]:
         """The acting programs of one worker, smallest first; each may be changed when it is reached."""
         account = self.ledger.account(worker)
         return iter(()) if account is None else (self._programs[session] for _, session in list(account.acting))
 
-    def deferred_for(self, seconds: float, now: float) -> list[Program]:
+    def deferred_for(self, seconds: float, now: float) -> list[P]:
         """Paused programs deferred for ``seconds`` or longer, longest first."""
         due = takewhile(lambda entry: now - entry[0] >= seconds, self._deferred)
         return [self._programs[session] for _, session in due]
