@@ -13,12 +13,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
 
 from thunderagent_epp.extproc.actions import Cause
 from thunderagent_epp.extproc.errors import Refusal, Refused
 from thunderagent_epp.extproc.subset import Subset
+from thunderagent_epp.extproc.turn import Placement
 from thunderagent_epp.requests.answer import AnswerReader, context_tokens
 from thunderagent_epp.requests.inference import InferenceRequest
 from thunderagent_epp.requests.policy import RequestPolicy
@@ -45,13 +45,6 @@ _log = logger("scheduling")
 DEFAULT_MAX_HELD_BYTES = 1 << 30
 
 _REFUSALS = {Reason.REQUEST_LIMIT: Refusal.REQUEST_LIMIT, Reason.PROGRAM_LIMIT: Refusal.PROGRAM_LIMIT}
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request goes: ``endpoint`` is ``ip:port`` or ``[v6]:port``."""
-
-    endpoint: str
 
 
 class Admission:

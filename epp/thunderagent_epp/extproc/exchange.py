@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -43,6 +42,7 @@ from thunderagent_epp.extproc import wire
 from thunderagent_epp.extproc.actions import Action, Answer, Cause, Decide, Ended, Progress, Refuse, Responding
 from thunderagent_epp.extproc.errors import Refusal, Refused, refusal_answer
 from thunderagent_epp.extproc.subset import Subset
+from thunderagent_epp.extproc.turn import NO_HEADERS, AnswerHeaders
 from thunderagent_epp.requests.answer import AnswerReader
 from thunderagent_epp.requests.headers import Headers
 
@@ -80,7 +80,6 @@ class _Form(Enum):
 
 
 _NO_HEADERS: Final = Headers()
-_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 _REQUEST_HEADERS_GO_ON: Final = (Answer(wire.REQUEST_HEADERS_GO_ON),)
 _REQUEST_BODY_GOES_ON: Final = (Answer(wire.REQUEST_BODY_GOES_ON),)
@@ -94,6 +93,7 @@ class Exchange:
     """One stream; ``max_body_bytes`` (> 0) is the largest request body that is taken."""
 
     __slots__ = (
+        "_answer_headers",
         "_body",
         "_body_bytes",
         "_chunk_count",
@@ -119,6 +119,7 @@ class Exchange:
         self._max_body_bytes = max_body_bytes
         self._headers = _NO_HEADERS
         self._subset: Subset | None = None
+        self._answer_headers: AnswerHeaders | None = None
         self._form = _Form.DUPLEX
         self._chunks: list[bytes] = []
         self._chunk_count = 0
@@ -160,15 +161,22 @@ class Exchange:
         return self._handlers[kind](self, message)
 
     def route(
-        self, endpoint: str, *, body: bytes | None = None, set_headers: Mapping[str, str] = _NOTHING
+        self,
+        endpoint: str,
+        *,
+        body: bytes | None = None,
+        set_headers: Mapping[str, str] = NO_HEADERS,
+        answer_headers: AnswerHeaders | None = None,
     ) -> Sequence[Answer]:
         """Send the request on to ``endpoint`` (``ip:port`` or ``[v6]:port``).
 
         ``body`` replaces the request's, None leaves it as it came; where the proxy does not show the body it cannot
-        be replaced. ``set_headers`` are further request headers to set, by lower-case name.
+        be replaced. ``set_headers`` are further request headers to set, by lower-case name; ``answer_headers`` says
+        which to set on the answer.
         """
         assert self.state is State.DECIDING, f"routed while {self.state}"
         assert body is None or self._form is not _Form.UNSEEN, "a body that is not shown cannot be replaced"
+        self._answer_headers = answer_headers
         whole = self._body
         self._forget_request()
         self._enter(State.ROUTED)
@@ -315,11 +323,14 @@ class Exchange:
         self._ok = len(status) == 3 and status.startswith("2")
         self._enter(State.RESPONDING)
         responding = Responding(self._ok, wire.served_endpoint(message))
+        go_on = _RESPONSE_HEADERS_GO_ON
+        if self._answer_headers is not None:
+            go_on = Answer(wire.response_headers(self._answer_headers(message)))
         if message.response_headers.end_of_stream:
-            return (responding, self._end(self._answer_cause()), _RESPONSE_HEADERS_GO_ON)
+            return (responding, self._end(self._answer_cause()), go_on)
         if self._ok:
             self._reader = AnswerReader(headers.get("content-type"), headers.get("content-encoding"))
-        return (responding, _RESPONSE_HEADERS_GO_ON)
+        return (responding, go_on)
 
     def _response_body(self, message: ProcessingRequest) -> Sequence[Action]:
         body = message.response_body

@@ -18,11 +18,11 @@ import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from thunderagent_epp.extproc.actions import Action, Answer, Cause, Decide, Ended, Progress, Refuse, Responding
-from thunderagent_epp.extproc.director import Admission, Director, Placement
 from thunderagent_epp.extproc.errors import Refusal, Refused
 from thunderagent_epp.extproc.exchange import Exchange, State, UnexpectedMessage
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE
 from thunderagent_epp.extproc.ports import listen
+from thunderagent_epp.extproc.turn import Picker, Placement, Turn
 from thunderagent_epp.requests.body import strip_fields
 from thunderagent_epp.requests.inference import InvalidRequest, read_request
 from thunderagent_epp.telemetry.logs import logger
@@ -63,7 +63,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[ProcessingRequest, ProcessingResp
 
 
 class Server:
-    """Serves ``ExternalProcessor/Process`` for one director, and other services beside it on the same port.
+    """Serves ``ExternalProcessor/Process`` for one picker, and other services beside it on the same port.
 
     ``max_body_bytes`` (> 0) is the largest request body that is taken. ``services`` are called with the gRPC server
     before it starts, to add what they have to add.
@@ -71,13 +71,13 @@ class Server:
 
     def __init__(
         self,
-        director: Director,
+        picker: Picker,
         metrics: Metrics,
         *,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
         services: Iterable[Callable[[grpc.aio.Server], None]] = (),
     ) -> None:
-        self.director: Final = director
+        self.picker: Final = picker
         self.metrics: Final = metrics
         self.max_body_bytes: Final = max_body_bytes
         self.open_streams = 0
@@ -168,7 +168,7 @@ class _Stream:
         self._server = server
         self._context = context
         self._exchange = Exchange(server.max_body_bytes)
-        self._turn: Admission | None = None
+        self._turn: Turn | None = None
         self._new_body: bytes | None = None
         self._hold: asyncio.Task[None] | None = None
 
@@ -223,12 +223,12 @@ class _Stream:
             del actions
 
     def _decide(self, decide: Decide) -> Sequence[Action]:
-        """Ask the director; returns nothing if the request is held."""
-        director = self._server.director
-        policy = director.policy
+        """Ask the picker; returns nothing if the request is held."""
+        picker = self._server.picker
+        policy = picker.policy
         try:
             request = read_request(decide.headers, decide.body, policy)
-            turn = director.admit(request, subset=decide.subset, body_bytes=len(decide.body))
+            turn = picker.admit(request, subset=decide.subset, body_bytes=len(decide.body))
         except InvalidRequest as invalid:
             return self._exchange.refuse(Refused(Refusal.INVALID_REQUEST, f"The request cannot be read: {invalid}."))
         except Refused as refused:
@@ -243,15 +243,20 @@ class _Stream:
 
     def _route(self, placement: Placement) -> Sequence[Action]:
         new_body, self._new_body = self._new_body, None
-        return self._exchange.route(placement.endpoint, body=new_body)
+        return self._exchange.route(
+            placement.endpoint,
+            body=new_body,
+            set_headers=placement.set_headers,
+            answer_headers=placement.answer_headers,
+        )
 
-    async def _read_on_while_held(self, turn: Admission, spent_ns: int) -> None:
+    async def _read_on_while_held(self, turn: Turn, spent_ns: int) -> None:
         """Read the rest of the stream while the request waits for its release, and beyond."""
         async with asyncio.TaskGroup() as holds:
             self._hold = holds.create_task(self._wait(turn, spent_ns))
             await self._read()
 
-    async def _wait(self, turn: Admission, spent_ns: int) -> None:
+    async def _wait(self, turn: Turn, spent_ns: int) -> None:
         """The hold of one request: wait for its release and send it on, or its refusal."""
         try:
             try:

@@ -62,13 +62,16 @@ def header_pairs(message: HttpHeaders) -> Iterator[tuple[str, str]]:
 
 def served_endpoint(message: ProcessingRequest) -> str | None:
     """Return the endpoint that really served, as the metadata of the response headers says; None without."""
-    if not message.HasField("metadata_context"):
-        return None
-    namespaces = message.metadata_context.filter_metadata
     # Looking up a missing key in a protobuf map would create it.
-    if DESTINATION_NAMESPACE not in namespaces or SERVED not in namespaces[DESTINATION_NAMESPACE].fields:
+    if not has_balancer_metadata(message):
         return None
-    return namespaces[DESTINATION_NAMESPACE].fields[SERVED].string_value.strip() or None
+    fields = message.metadata_context.filter_metadata[DESTINATION_NAMESPACE].fields
+    return (fields[SERVED].string_value.strip() or None) if SERVED in fields else None
+
+
+def has_balancer_metadata(message: ProcessingRequest) -> bool:
+    """Whether the proxy sent anything of the namespace in which it says who served."""
+    return message.HasField("metadata_context") and DESTINATION_NAMESPACE in message.metadata_context.filter_metadata
 
 
 def destination(endpoint: str, set_headers: Mapping[str, str]) -> ProcessingResponse:
@@ -89,6 +92,13 @@ def buffered_destination(endpoint: str, set_headers: Mapping[str, str], body: by
         # Envoy takes a buffered body of another length only together with its length.
         set_headers = {**set_headers, "content-length": str(len(body))}
     _direct(response, common, endpoint, set_headers)
+    return response
+
+
+def response_headers(set_headers: Mapping[str, str]) -> ProcessingResponse:
+    """Answer the response headers: pass them on with ``set_headers``."""
+    response = ProcessingResponse()
+    _set_headers(response.response_headers.response.header_mutation, set_headers)
     return response
 
 

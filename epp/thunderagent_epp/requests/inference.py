@@ -7,7 +7,7 @@ error but is passed on unread, and one that only pretends to be JSON is refused 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .body import RequestBody, parse_body
 from .headers import Headers
@@ -39,7 +39,7 @@ class InferenceRequest:
     model nor session. ``session`` is the program's identity including a sub-agent's refinement, None when the
     request names none; ``parent`` the identity of the program that started it. ``stream`` tells that the client
     asks for a streamed answer. ``prompt_bytes`` is the size of the prompt fields in the body, that of the whole
-    body when it has none or cannot be looked into.
+    body when it has none or cannot be looked into. ``headers`` are those it came with.
     """
 
     path: str
@@ -50,6 +50,7 @@ class InferenceRequest:
     final: bool = False
     stream: bool = False
     prompt_bytes: int = 0
+    headers: Headers = field(default_factory=Headers, compare=False, repr=False)
 
 
 def read_request(headers: Headers, body: bytes, policy: RequestPolicy) -> InferenceRequest:
@@ -62,7 +63,7 @@ def read_request(headers: Headers, body: bytes, policy: RequestPolicy) -> Infere
     """
     path = (headers.get(":path") or "").partition("?")[0]
     if path not in INFERENCE_PATHS or headers.get(":method") != "POST" or not is_json(headers.get("content-type")):
-        return InferenceRequest(path=path, inference=False, prompt_bytes=_size(headers, body))
+        return InferenceRequest(path=path, inference=False, prompt_bytes=_size(headers, body), headers=headers)
 
     identity = identify(headers, policy.session_headers)
     final = is_final(headers)
@@ -74,6 +75,7 @@ def read_request(headers: Headers, body: bytes, policy: RequestPolicy) -> Infere
             parent=identity.parent if identity else None,
             final=final,
             prompt_bytes=_size(headers, body),
+            headers=headers,
         )
 
     parsed = parse_body(body)
@@ -87,6 +89,7 @@ def read_request(headers: Headers, body: bytes, policy: RequestPolicy) -> Infere
         final=final,
         stream=parsed.asks_for_stream(),
         prompt_bytes=parsed.prompt_bytes() or len(body),
+        headers=headers,
     )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thunderagent_epp.extproc.actions import Cause
-from thunderagent_epp.extproc.director import Placement
 from thunderagent_epp.extproc.errors import Refused
 from thunderagent_epp.extproc.subset import Subset
+from thunderagent_epp.extproc.turn import Placement
 from thunderagent_epp.requests.answer import AnswerReader
 from thunderagent_epp.requests.inference import InferenceRequest
 from thunderagent_epp.requests.policy import RequestPolicy

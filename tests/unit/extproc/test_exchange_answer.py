@@ -7,7 +7,7 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProtocolConfiguration
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_messages import B, H, T, b, chunks, h, kinds, metadata, protocol, t
+from proxy_messages import B, H, T, b, chunks, h, headers_set, kinds, metadata, protocol, t
 
 from thunderagent_epp.extproc.actions import Action, Answer, Cause, Decide, Ended, Progress, Responding
 from thunderagent_epp.extproc.errors import Refusal, Refused
@@ -306,3 +306,21 @@ def test_an_exchange_that_asked_for_a_decision_ends_exactly_once(
     assert decisions in (0, 1)
     assert ends == decisions
     assert exchange.close(cause) is None
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_headers_for_the_answer_are_set_in_the_response_headers_alone(end: bool) -> None:
+    exchange = Exchange(1000)
+    feed(exchange, H(end=True))
+    seen: list[ProcessingRequest] = []
+
+    def note(message: ProcessingRequest) -> dict[str, str]:
+        seen.append(message)
+        return {"x-said": "so"}
+
+    exchange.route(ENDPOINT, answer_headers=note)
+    actions = feed(exchange, h(end=end))
+    (answer,) = [action.response for action in actions if isinstance(action, Answer)]
+    assert headers_set(answer) == {"x-said": "so"}
+    assert [message.WhichOneof("request") for message in seen] == ["response_headers"]
+    assert len(feed(exchange, b(end=True))) == (1 if end else 2)
