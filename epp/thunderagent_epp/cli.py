@@ -92,6 +92,17 @@ def epp(
     ] = None,
     feed_cert: Annotated[Path | None, typer.Option(help="Certificate to show the operator.", metavar="FILE")] = None,
     feed_key: Annotated[Path | None, typer.Option(help="Its private key.", metavar="FILE")] = None,
+    conformance: Annotated[
+        bool,
+        typer.Option("--conformance", help="Be the fixture picker of the Gateway API Inference Extension's tests."),
+    ] = False,
+    conformance_endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A pod of the pool, or a headless Service of them, with --conformance; give it again for more.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
     host: Host = "",
     grpc_port: GrpcPort = 9002,
     health_port: HealthPort = 9003,
@@ -108,10 +119,19 @@ def epp(
 ) -> None:
     """Run the endpoint picker: an Envoy external-processing server."""
     configure_logs(log_level, log_format)
-    from thunderagent_epp.process import OperatorFeedOptions, PolicyFile
+    from thunderagent_epp.process import Conformance, OperatorFeedOptions, PolicyFile
 
-    source: PolicyFile | OperatorFeedOptions
-    if policy_file is not None:
+    source: PolicyFile | OperatorFeedOptions | Conformance
+    if conformance:
+        if any(option is not None for option in (policy_file, feed, policy, feed_ca, feed_cert, feed_key)):
+            refuse("--conformance: goes with no policy; leave out --policy-file, --feed and what belongs to them")
+        pool = tuple(_host_port("--conformance-endpoint", text) for text in conformance_endpoint or ())
+        if any(not 1 <= port <= 65535 for _, port in pool):
+            refuse("--conformance-endpoint: port must be 1 to 65535")
+        source = Conformance(pool)
+    elif conformance_endpoint:
+        refuse("--conformance-endpoint: goes with --conformance only")
+    elif policy_file is not None:
         if any(option is not None for option in (feed, policy, feed_ca, feed_cert, feed_key)):
             refuse("--policy-file: goes with none of --feed, --policy, --feed-ca, --feed-cert and --feed-key")
         source = PolicyFile(policy_file)

@@ -15,7 +15,7 @@ import typer
 from thunderagent_epp.options import fail, refuse
 
 if TYPE_CHECKING:
-    from thunderagent_epp.process import OperatorFeedOptions, PolicyFile
+    from thunderagent_epp.process import Conformance, OperatorFeedOptions, PolicyFile
 
 _PORT_MAX: Final = 65535
 
@@ -39,7 +39,7 @@ LogFormat: TypeAlias = Annotated[str, typer.Option(help="json, console, or auto:
 
 
 def run_picker(
-    source: PolicyFile | OperatorFeedOptions,
+    source: PolicyFile | OperatorFeedOptions | Conformance,
     *,
     host: str,
     grpc_port: int,

@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 from uuid import uuid4
 
 import grpc
 
+from thunderagent_epp.extproc.conformance import ConformancePicker
 from thunderagent_epp.extproc.director import DEFAULT_MAX_HELD_BYTES, Director
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE, Health
 from thunderagent_epp.extproc.ports import listen
@@ -71,6 +72,16 @@ class OperatorFeedOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Conformance:
+    """No snapshots: requests say where they go, as the Gateway API Inference Extension's conformance suite has it.
+
+    ``endpoints`` are the pool's, by host and port; none: whatever a request names.
+    """
+
+    endpoints: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PickerOptions:
     """What a picker process is started with.
 
@@ -78,7 +89,7 @@ class PickerOptions:
     seconds ≥ 0. Without ``tls_certificate`` the picker's port has a self-signed one, with ``plaintext`` no TLS.
     """
 
-    source: PolicyFile | OperatorFeedOptions
+    source: PolicyFile | OperatorFeedOptions | Conformance
     host: str = ""
     grpc_port: int = 9002
     health_port: int = 9003
@@ -98,27 +109,20 @@ async def serve(options: PickerOptions) -> None:
     Raises PolicyFileError, FeedTlsError, CertificateError, ValueError or OSError when it cannot be started as asked.
     """
     metrics = Metrics()
-    director = Director(metrics, max_held_bytes=options.max_held_bytes)
-    metrics.watch(director.gauges)
     health = Health()
     await health.set_ready(False)
-
     readiness = asyncio.Event()
-
-    def apply(snapshot: Snapshot) -> None:
-        director.apply(snapshot)
-        readiness.set()
-
-    feed = _feed(options.source, director, metrics, apply, readiness.set)
+    picker, works = _picker(options, metrics, readiness.set)
+    metrics.watch(picker.gauges)
     credentials = None if options.plaintext else server_credentials(options.tls_certificate, options.tls_key)
     server = Server(
-        director,
+        picker,
         metrics,
         max_body_bytes=options.max_body_bytes,
         services=[lambda grpc_server: health.add_to(grpc_server, EXT_PROC_SERVICE)],
     )
-    director.watch_streams(lambda: server.open_streams)
-    status = status_server(metrics, director.status, lambda: director.readiness)
+    picker.watch_streams(lambda: server.open_streams)
+    status = status_server(metrics, picker.status, lambda: picker.readiness)
     host = options.host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
 
     async with contextlib.AsyncExitStack() as stack:
@@ -138,18 +142,35 @@ async def serve(options: PickerOptions) -> None:
         with stop_signals() as stop:
             async with asyncio.TaskGroup() as running:
                 tasks = [
-                    running.create_task(feed.run()),
-                    running.create_task(director.run()),
-                    running.create_task(_follow_readiness(director, health, readiness)),
+                    *(running.create_task(work()) for work in works),
+                    running.create_task(_follow_readiness(picker, health, readiness)),
                 ]
                 await stop.wait()
                 stop.clear()
-                drained = running.create_task(_drain(options, director, server, readiness))
+                drained = running.create_task(_drain(options, picker, server, readiness))
                 stopped = running.create_task(stop.wait())
                 await asyncio.wait((drained, stopped), return_when=asyncio.FIRST_COMPLETED)
                 for task in (*tasks, drained, stopped):
                     task.cancel()
         _log.info("stopped")
+
+
+def _picker(
+    options: PickerOptions, metrics: Metrics, readiness_changed: Callable[[], None]
+) -> tuple[Director | ConformancePicker, list[Callable[[], Coroutine[Any, Any, None]]]]:
+    """The picker that was asked for, and what is to run beside it until it stops."""
+    if isinstance(options.source, Conformance):
+        fixture = ConformancePicker(metrics, options.source.endpoints)
+        readiness_changed()
+        _log.warning("conformance mode: clients choose the endpoints; not for real traffic")
+        return fixture, [fixture.run]
+    director = Director(metrics, max_held_bytes=options.max_held_bytes)
+
+    def apply(snapshot: Snapshot) -> None:
+        director.apply(snapshot)
+        readiness_changed()
+
+    return director, [_feed(options.source, director, metrics, apply, readiness_changed).run, director.run]
 
 
 def _feed(
@@ -180,22 +201,24 @@ def _feed(
     return feed
 
 
-async def _drain(options: PickerOptions, director: Director, server: Server, readiness: asyncio.Event) -> None:
+async def _drain(
+    options: PickerOptions, picker: Director | ConformancePicker, server: Server, readiness: asyncio.Event
+) -> None:
     """Let go in order: readiness, then holds and new requests, then the answers that still run."""
     _log.info("draining", delay_seconds=options.drain_delay_seconds, timeout_seconds=options.drain_timeout_seconds)
-    director.retire()
+    picker.retire()
     readiness.set()
     # Until every proxy has seen the change of readiness, new requests still come, and are served.
     await asyncio.sleep(options.drain_delay_seconds)
-    director.drain()
+    picker.drain()
     await server.drain(options.drain_timeout_seconds)
 
 
-async def _follow_readiness(director: Director, health: Health, changed: asyncio.Event) -> None:
+async def _follow_readiness(picker: Director | ConformancePicker, health: Health, changed: asyncio.Event) -> None:
     while True:
         await changed.wait()
         changed.clear()
-        await health.set_ready(director.readiness is Readiness.OK)
+        await health.set_ready(picker.readiness is Readiness.OK)
 
 
 async def _serve_health(health: Health, host: str, port: int, stack: contextlib.AsyncExitStack) -> int:

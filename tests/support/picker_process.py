@@ -158,12 +158,13 @@ class PickerProcess:
 
 @contextlib.asynccontextmanager
 async def running_picker_process(
-    policy_file: Path, *options: str, plaintext: bool = True
+    policy_file: Path | None, *options: str, plaintext: bool = True
 ) -> AsyncIterator[PickerProcess]:
     """Run ``thunderagent epp`` on free loopback ports for the length of the block; later options win."""
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
-        *("--policy-file", str(policy_file), "--log-format", "json"),
+        *(() if policy_file is None else ("--policy-file", str(policy_file))),
+        *("--log-format", "json"),
         *_ON_FREE_PORTS,
         *(("--plaintext",) if plaintext else ()),
         *options,
