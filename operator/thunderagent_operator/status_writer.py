@@ -73,7 +73,7 @@ class StatusWriter:
             for start in range(0, len(ready), CONCURRENCY):
                 await asyncio.gather(*map(self._write, ready[start : start + CONCURRENCY]))
             self._woken.clear()
-            later = [self._not_before[policy] for policy in self._due]
+            later = [self._not_before.get(policy, 0.0) for policy in self._due]
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(later) - time.monotonic()) if later else None):
                     await self._woken.wait()
