@@ -15,9 +15,10 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
-from thunderagent_epp.scheduling.classifier import Classifier
 from thunderagent_epp.scheduling.decisions import Decision, State
+from thunderagent_epp.scheduling.policies import admission_rules
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
+from thunderagent_epp.scheduling.rules import AdmissionRules
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -52,7 +53,8 @@ class _Event(_Record):
 
 
 class _Policy(_Event):
-    parameters: dict[str, Any]
+    policy: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class _Snapshot(_Event):
@@ -112,7 +114,7 @@ def replay(lines: Iterable[str | bytes]) -> Iterator[str]:
     Decisions come as their event is read, so a long trace can be followed. Raises `TraceError` at the first bad line;
     what came before it has been decided.
     """
-    classifier = Classifier(AdmissionPolicy())
+    rules = _rules(AdmissionPolicy())
     now: int | float = 0
     first = True
     for number, line in enumerate(lines, start=1):
@@ -124,9 +126,9 @@ def replay(lines: Iterable[str | bytes]) -> Iterator[str]:
             if isinstance(event, _Policy):
                 if not first:
                     raise TraceError("event: a policy must come before all other events")
-                classifier = Classifier(_policy(event.parameters))
+                rules = _rules(_policy(event))
             first = False
-            decisions = _apply(classifier, event, now)
+            decisions = _apply(rules, event, now)
         except TraceError as error:
             raise TraceError(f"line {number}: {error}") from None
         for decision in decisions:
@@ -150,11 +152,22 @@ def _read(line: str | bytes) -> _Event:
         raise TraceError(_first_problem(error)) from None
 
 
-def _policy(parameters: dict[str, Any]) -> AdmissionPolicy:
+def _policy(event: _Policy) -> AdmissionPolicy:
+    if event.policy is None and event.parameters is None:
+        raise TraceError("parameters: Field required")
+    given = (event.parameters or {}) | ({} if event.policy is None else {"policy": event.policy})
     try:
-        return AdmissionPolicy.from_parameters(parameters)
+        return AdmissionPolicy.from_parameters(given)
     except ValidationError as error:
-        raise TraceError(f"parameters.{_first_problem(error)}") from None
+        problem = _first_problem(error)
+        raise TraceError(problem if problem.startswith("policy:") else f"parameters.{problem}") from None
+
+
+def _rules(policy: AdmissionPolicy) -> AdmissionRules[Any]:
+    rules = admission_rules(policy)
+    if rules is None:
+        raise TraceError("policy: Disabled decides nothing that could be replayed")
+    return rules
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -164,27 +177,25 @@ def _first_problem(error: ValidationError) -> str:
     return f"{field}: {text}"
 
 
-def _apply(classifier: Classifier, event: _Event, now: float) -> Iterable[Decision | State]:
+def _apply(rules: AdmissionRules[Any], event: _Event, now: float) -> Iterable[Decision | State]:
     match event:
         case _Snapshot():
-            classifier.snapshot(_snapshot(event))
+            rules.snapshot(_snapshot(event))
         case _Arrive():
             pinned = None if event.pinned is None else event.pinned.id
-            return classifier.arrive(
-                event.request, event.session, event.input_tokens, now, final=event.final, pinned=pinned
-            )
+            return rules.arrive(event.request, event.session, event.input_tokens, now, final=event.final, pinned=pinned)
         case _Sent():
-            classifier.sent(event.request, event.id)
+            rules.sent(event.request, event.id)
         case _Progress():
-            classifier.progress(event.request, event.context_tokens)
+            rules.progress(event.request, event.context_tokens)
         case _Completed():
-            return classifier.completed(event.request, event.context_tokens, now)
+            return rules.completed(event.request, event.context_tokens, now)
         case _Aborted():
-            return classifier.aborted(event.request, now)
+            return rules.aborted(event.request, now)
         case _Tick():
-            return classifier.tick(now)
+            return rules.tick(now)
         case _Dump():
-            return (classifier.dump(),)
+            return (rules.dump(),)
     return ()
 
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any
 
 from thunderagent_epp.extproc.actions import Cause
 from thunderagent_epp.extproc.errors import Refusal, Refused
@@ -24,9 +25,10 @@ from thunderagent_epp.requests.inference import InferenceRequest
 from thunderagent_epp.requests.policy import RequestPolicy
 from thunderagent_epp.requests.tokens import BytesPerToken
 from thunderagent_epp.scheduling.capacity import WorkerRank
-from thunderagent_epp.scheduling.classifier import Classifier
 from thunderagent_epp.scheduling.decisions import Decision, Reason, Reject, Release, Resume, State
+from thunderagent_epp.scheduling.policies import admission_rules
 from thunderagent_epp.scheduling.program import Lifecycle
+from thunderagent_epp.scheduling.rules import AdmissionRules
 from thunderagent_epp.scheduling.selector import Selector
 from thunderagent_epp.snapshot import Snapshot
 from thunderagent_epp.telemetry.logs import logger
@@ -131,7 +133,7 @@ class Director:
         self._clock = clock
         self._snapshot: Snapshot | None = None
         self._applied_at = 0.0
-        self._classifier: Classifier | None = None
+        self._classifier: AdmissionRules[Any] | None = None
         self._selector = Selector()
         self._bytes_per_token = BytesPerToken()
         self._by_endpoint: dict[str, WorkerRank] = {}
@@ -177,14 +179,14 @@ class Director:
         self._selector.snapshot(snapshot.capacity)
         self._metrics.keep_workers(snapshot.capacity.by_id)
         if before is None or before.admission != snapshot.admission:
-            self._configure(snapshot)
+            self._configure(snapshot, before)
         elif self._classifier is not None:
             self._classifier.snapshot(snapshot.capacity)
 
     async def run(self) -> None:
         """Tick at the policy's interval until cancelled."""
         while True:
-            interval = None if self._snapshot is None else self._snapshot.admission.scheduler_interval_seconds
+            interval = None if self._classifier is None else self._classifier.interval_seconds
             try:
                 async with asyncio.timeout(interval):
                     await self._interval_changed.wait()
@@ -277,15 +279,15 @@ class Director:
         decisions = classifier.arrive(
             admission.id, request.session, admission.input_tokens, self._clock(), final=request.final
         )
-        match decisions:
-            case (Reject(reason=reason),):
-                raise Refused(_REFUSALS[reason])
-            case (Release(worker=worker),):
-                admission.tracked = True
-                self._place(admission, worker, candidates)
-            case _:
-                admission.tracked = True
-                self._start_hold(admission, lifecycle)
+        if decisions and isinstance(decisions[0], Reject):
+            raise Refused(_REFUSALS[decisions[0].reason])
+        admission.tracked = True
+        own = next((one for one in decisions if isinstance(one, Release) and one.request == admission.id), None)
+        if own is None:
+            self._start_hold(admission, lifecycle)
+        else:
+            self._place(admission, own.worker, candidates)
+        self._carry_out(one for one in decisions if one is not own)
         return admission
 
     def _candidates(self, subset: Subset | None) -> frozenset[WorkerRank] | None:
@@ -432,19 +434,18 @@ class Director:
 
     # -- policy ----------------------------------------------------------------------------------------------------
 
-    def _configure(self, snapshot: Snapshot) -> None:
+    def _configure(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         policy = snapshot.admission
         _log.info("policy in force", **policy.model_dump())
-        if policy.policy == "Disabled":
-            self._classifier = None
+        if self._classifier is not None and before is not None and before.admission.policy == policy.policy:
+            self._classifier.configure(policy)
+            self._classifier.snapshot(snapshot.capacity)
+        else:
+            # Other rules know nothing of the programs so far: what is held goes, what runs is no longer charged.
+            self._classifier = admission_rules(policy, snapshot.capacity)
             for admission in list(self._held.values()):
                 admission.tracked = False
                 self._release_hold(admission, None)
-        elif self._classifier is None:
-            self._classifier = Classifier(policy, snapshot.capacity)
-        else:
-            self._classifier.configure(policy)
-            self._classifier.snapshot(snapshot.capacity)
         self._interval_changed.set()
 
     def _used(self, worker: WorkerRank) -> int:

@@ -128,7 +128,7 @@ class Snapshot(_message.Message):
     def __init__(self, id: _Optional[int] = ..., content_hash: _Optional[str] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., disaggregation: _Optional[_Union[Disaggregation, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., liveness_unknown: _Optional[bool] = ...) -> None: ...
 
 class Admission(_message.Message):
-    __slots__ = ("policy", "pause_threshold", "pause_target", "resume_hysteresis", "resume_timeout_seconds", "session_retention_seconds", "scheduler_interval_seconds", "acting_token_weight", "acting_decay_tau_seconds", "buffer_per_program", "max_tracked_requests", "max_hold_seconds")
+    __slots__ = ("policy", "pause_threshold", "pause_target", "resume_hysteresis", "resume_timeout_seconds", "session_retention_seconds", "scheduler_interval_seconds", "acting_token_weight", "acting_decay_tau_seconds", "buffer_per_program", "max_tracked_requests", "max_hold_seconds", "hold_budget", "prefill_tokens_per_second")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     PAUSE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     PAUSE_TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,8 @@ class Admission(_message.Message):
     BUFFER_PER_PROGRAM_FIELD_NUMBER: _ClassVar[int]
     MAX_TRACKED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     policy: str
     pause_threshold: float
     pause_target: float
@@ -153,7 +155,9 @@ class Admission(_message.Message):
     buffer_per_program: int
     max_tracked_requests: int
     max_hold_seconds: float
-    def __init__(self, policy: _Optional[str] = ..., pause_threshold: _Optional[float] = ..., pause_target: _Optional[float] = ..., resume_hysteresis: _Optional[float] = ..., resume_timeout_seconds: _Optional[float] = ..., session_retention_seconds: _Optional[float] = ..., scheduler_interval_seconds: _Optional[float] = ..., acting_token_weight: _Optional[float] = ..., acting_decay_tau_seconds: _Optional[float] = ..., buffer_per_program: _Optional[int] = ..., max_tracked_requests: _Optional[int] = ..., max_hold_seconds: _Optional[float] = ...) -> None: ...
+    hold_budget: float
+    prefill_tokens_per_second: float
+    def __init__(self, policy: _Optional[str] = ..., pause_threshold: _Optional[float] = ..., pause_target: _Optional[float] = ..., resume_hysteresis: _Optional[float] = ..., resume_timeout_seconds: _Optional[float] = ..., session_retention_seconds: _Optional[float] = ..., scheduler_interval_seconds: _Optional[float] = ..., acting_token_weight: _Optional[float] = ..., acting_decay_tau_seconds: _Optional[float] = ..., buffer_per_program: _Optional[int] = ..., max_tracked_requests: _Optional[int] = ..., max_hold_seconds: _Optional[float] = ..., hold_budget: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class Requests(_message.Message):
     __slots__ = ("session_headers", "strip_body_fields")

@@ -59,6 +59,15 @@ class Ledger:
         """The workers whose used tokens exceed their limit, in worker order."""
         return sorted(self._over)
 
+    def is_over(self, worker: WorkerRank) -> bool:
+        """Whether a worker's used tokens exceed its limit."""
+        return worker in self._over
+
+    def idle_tokens(self, worker: WorkerRank) -> int:
+        """Tokens charged to one worker for its acting programs, their buffers not included."""
+        account = self._accounts.get(worker)
+        return 0 if account is None else account.acting_tokens
+
     def account(self, worker: WorkerRank) -> Account | None:
         """What is charged to one worker; None where no program has its place."""
         return self._accounts.get(worker)

@@ -52,8 +52,10 @@ class AdmissionPolicy(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_alias=True, validate_by_name=False)
 
-    policy: Literal["Disabled", "Classic"] = Field(
-        "Classic", description="Disabled places every request by load and holds none; Classic admits by program."
+    policy: Literal["Disabled", "Classic", "Rotation"] = Field(
+        "Classic",
+        description="Disabled places every request by load and holds none; Classic admits by program and pauses under "
+        "pressure; Rotation admits by program and bounds every hold by holdBudget.",
     )
     pause_threshold: Fraction = Field(
         0.95, alias="pauseThreshold", description="Share of a worker's capacity above which its programs are paused."
@@ -90,6 +92,17 @@ class AdmissionPolicy(BaseModel):
     )
     max_tracked_requests: Annotated[int, Field(gt=0, strict=True)] = Field(
         10000, alias="maxTrackedRequests", description="Requests, and programs, known at once; more are refused."
+    )
+    hold_budget: Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)] = Field(
+        0.35,
+        alias="holdBudget",
+        description="Rotation only: share of prefill that rotating programs may cost; less for throughput, more for "
+        "shorter holds.",
+    )
+    prefill_tokens_per_second: Positive = Field(
+        20000.0,
+        alias="prefillTokensPerSecond",
+        description="Rotation only: prompt tokens one worker computes in a second when nothing of them is cached.",
     )
     max_hold_seconds: Seconds | None = Field(
         None, alias="maxHold", description="A turn held longer is refused; set it below the route's timeout."

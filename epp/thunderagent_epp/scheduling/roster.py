@@ -125,6 +125,10 @@ class Roster(Generic[P]):
         account = self.ledger.account(worker)
         return iter(()) if account is None else (self._programs[session] for _, session in list(account.acting))
 
+    def deferred(self) -> list[P]:
+        """Paused programs whose turns wait, longest first."""
+        return [self._programs[session] for _, session in self._deferred]
+
     def deferred_for(self, seconds: float, now: float) -> list[P]:
         """Paused programs deferred for ``seconds`` or longer, longest first."""
         due = takewhile(lambda entry: now - entry[0] >= seconds, self._deferred)

@@ -144,7 +144,7 @@ def worker(**fields: object) -> pb.Snapshot:
         ),
         (
             pb.Snapshot(id=1, admission=pb.Admission(policy="Prophetic")),
-            "admission.policy: Input should be 'Disabled' or 'Classic'",
+            "admission.policy: Input should be 'Disabled', 'Classic' or 'Rotation'",
         ),
         (
             pb.Snapshot(id=1, admission=pb.Admission(pause_threshold=0.5, pause_target=0.6)),

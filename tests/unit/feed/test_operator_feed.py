@@ -110,7 +110,7 @@ async def test_the_first_snapshot_may_be_refused_too(operator: ScriptedOperator)
     async with both(operator) as (follower, stream):
         await stream.send(pb.Snapshot(id=1, admission=pb.Admission(policy="Prophetic")))
         answer = await stream.acknowledged.get()
-        assert answer.refusal == "admission.policy: Input should be 'Disabled' or 'Classic'"
+        assert answer.refusal == "admission.policy: Input should be 'Disabled', 'Classic' or 'Rotation'"
         assert not answer.HasField("applied")
         assert follower.feed.applied is None
 
@@ -257,8 +257,10 @@ async def test_an_operator_that_is_away_changes_no_readiness_and_is_logged_once(
         stream.end()
         for _ in range(5):
             (await operator.next()).end()
-        assert [event["event"] for event in log.of("warning")] == ["operator cannot be followed"]
-        assert log.of("warning")[0] == {
+        # gRPC may give up a connection of its own accord meanwhile; that would be another kind, and said once, too.
+        ended = [event for event in log.of("warning") if event["problem"] == "as the test wants it"]
+        assert len(ended) == 1
+        assert ended[0] == {
             "level": "warning",
             "event": "operator cannot be followed",
             "operator": operator.target,
@@ -273,7 +275,7 @@ async def test_an_operator_that_is_away_changes_no_readiness_and_is_logged_once(
         await back.send(write_snapshot(snapshot(8, "a")))
         await back.acknowledged.get()
         back.end()
-        await log.until("warning", 2)
+        await log.until("warning", len(log.of("warning")) + 1)
         assert [event["event"] for event in log.of("info")] == [
             "following the operator",
             "snapshot in force",

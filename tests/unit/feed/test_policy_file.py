@@ -40,7 +40,8 @@ def test_every_admission_parameter_is_read_by_its_name_in_the_spec() -> None:
     admission = parsed(
         ONE_WORKER + "admission: {policy: Disabled, pauseThreshold: 1, pauseTarget: 0.5, resumeHysteresis: 0.2,\n"
         "            resumeTimeout: 1h30m, sessionRetention: 500ms, schedulerInterval: 2s, actingTokenWeight: 0.5,\n"
-        "            actingDecayTau: 3s, bufferPerProgram: 0, maxTrackedRequests: 5, maxHold: 10s}\n"
+        "            actingDecayTau: 3s, bufferPerProgram: 0, maxTrackedRequests: 5,\n"
+        "            holdBudget: 0.1, prefillTokensPerSecond: 5000, maxHold: 10s}\n"
     ).admission
     assert admission.model_dump() == {
         "policy": "Disabled",
@@ -54,6 +55,8 @@ def test_every_admission_parameter_is_read_by_its_name_in_the_spec() -> None:
         "acting_decay_tau_seconds": 3.0,
         "buffer_per_program": 0,
         "max_tracked_requests": 5,
+        "hold_budget": 0.1,
+        "prefill_tokens_per_second": 5000.0,
         "max_hold_seconds": 10.0,
     }
 
@@ -102,7 +105,7 @@ def test_aliases_and_merged_fields_are_followed() -> None:
         ("actingTokenWeight: 0", "actingTokenWeight: must be above 0, not 0"),
         ("bufferPerProgram: -1", "bufferPerProgram: must be at least 0, not -1"),
         ("bufferPerProgram: 1.5", "bufferPerProgram: must be a whole number, not 1.5"),
-        ("policy: classic", "policy: must be Disabled or Classic, not 'classic'"),
+        ("policy: classic", "policy: must be Disabled, Classic or Rotation, not 'classic'"),
         (
             "resumeTimeout: 30",
             "resumeTimeout: must be a duration such as 500ms, 10s, 30m or 1h30m, not 30",
