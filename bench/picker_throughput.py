@@ -164,7 +164,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
-async def run(console: Console, *, seconds: float, rounds: int) -> dict[str, Any]:
+async def run(console: Console, *, seconds: float = 3.0, rounds: int = 5) -> dict[str, Any]:
     """Measure every shape and print the table."""
     async with contextlib.AsyncExitStack() as stack:
         worker = await stack.enter_async_context(running_worker())
