@@ -52,16 +52,16 @@ from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.google.protobuf import Any as PackedMessage
 from envoy_data_plane.google.protobuf import Struct, Value
 
+from thunderagent_epp.extproc.handoff import HANDOFF_HEADERS
 from thunderagent_epp.extproc.subset import SUBSET_NAMESPACE
 from thunderagent_epp.extproc.wire import DESTINATION, DESTINATION_NAMESPACE, SERVED
 
 PICKER_ONLY_HEADERS: Final = (
     DESTINATION,
     SERVED,
-    "x-prefiller-host-port",
-    "x-data-parallel-host-port",
+    *HANDOFF_HEADERS,
 )
-"""Request headers taken from every client: each names an address to connect to (the last two to an llm-d sidecar)."""
+"""Request headers taken from every client: each says to proxy or workers where to connect to."""
 
 PICKER_CLUSTER: Final = "thunderagent_picker"
 WORKERS_CLUSTER: Final = "workers"

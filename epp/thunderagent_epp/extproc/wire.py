@@ -24,6 +24,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 from thunderagent_epp.extproc.errors import RefusalAnswer
+from thunderagent_epp.extproc.handoff import HANDOFF_HEADERS
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """Request header, and key of the dynamic metadata, that name the chosen endpoint to the proxy."""
@@ -164,6 +165,8 @@ def _direct(
     common.clear_route_cache = True
     _set_headers(common.header_mutation, {DESTINATION: endpoint, **set_headers})
     common.header_mutation.remove_headers.extend(OWN_HEADERS)
+    # A header that is set is overwritten, and a proxy may remove after it sets.
+    common.header_mutation.remove_headers.extend(name for name in HANDOFF_HEADERS if name not in set_headers)
     fields = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value.fields
     fields[DESTINATION].string_value = endpoint
 

@@ -133,11 +133,40 @@ def test_headers_only_the_picker_understands_do_not_reach_a_worker() -> None:
     exchange = Exchange(1000)
     decided(exchange, H(), B())
     removed = sent(exchange.route(ENDPOINT))[0].request_headers.response.header_mutation.remove_headers
-    assert sorted(removed) == [
+    assert sorted(name for name in removed if name.startswith("x-thunderagent-")) == [
         "x-thunderagent-parent-session-id",
         "x-thunderagent-session-final",
         "x-thunderagent-session-id",
     ]
+
+
+def test_headers_that_name_one_worker_to_another_are_taken_from_the_client() -> None:
+    exchange = Exchange(1000)
+    decided(exchange, H(), B())
+    removed = sent(exchange.route(ENDPOINT))[0].request_headers.response.header_mutation.remove_headers
+    assert sorted(name for name in removed if not name.startswith("x-thunderagent-")) == [
+        "x-data-parallel-host-port",
+        "x-dp-rank",
+        "x-dynamo-dp-rank",
+        "x-dynamo-prefill-dp-rank",
+        "x-dynamo-prefill-instance-id",
+        "x-dynamo-routing-mode",
+        "x-dynamo-worker-instance-id",
+        "x-prefill-dp-rank",
+        "x-prefill-instance-id",
+        "x-prefiller-host-port",
+        "x-worker-instance-id",
+    ]
+
+
+def test_a_header_that_is_set_is_not_removed_as_well() -> None:
+    exchange = Exchange(1000)
+    decided(exchange, H(), B())
+    answer = sent(exchange.route(ENDPOINT, set_headers={"x-prefiller-host-port": "10.0.0.2:8000"}))[0]
+    assert headers_set(answer)["x-prefiller-host-port"] == "10.0.0.2:8000"
+    removed = answer.request_headers.response.header_mutation.remove_headers
+    assert "x-prefiller-host-port" not in removed
+    assert "x-dynamo-dp-rank" in removed
 
 
 def test_further_headers_are_set_beside_the_destination() -> None:
