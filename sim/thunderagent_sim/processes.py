@@ -148,7 +148,7 @@ async def running_child(
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            *_ended_with_parent(os.getpid()),
+            *ended_with_parent(os.getpid()),
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=stdout,
@@ -177,7 +177,7 @@ def _readable(line: str) -> str:
     return line if len(line) <= _LINE_CHARACTERS_SHOWN else f"{line[:_LINE_CHARACTERS_SHOWN]}..."
 
 
-def _ended_with_parent(parent: int) -> tuple[str, ...]:
+def ended_with_parent(parent: int) -> tuple[str, ...]:
     """The start of a command line whose program the kernel kills when ``parent`` dies; empty where it cannot.
 
     A step between, and not ``preexec_fn``: that would fork a process whose threads are inside gRPC.
