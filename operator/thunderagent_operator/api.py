@@ -1,17 +1,17 @@
 """The few requests the operator makes to the Kubernetes API itself; watching is kopf's.
 
 Lists of names make up for what a watch cannot tell: that a first list is complete, and what was deleted while no
-watch was open. Writes are two: a policy's status, and events about a policy. Nothing here retries; the callers are
-level-triggered and come again.
+watch was open; discovery tells which kinds there are to watch. Writes are two: a policy's status, and events about a
+policy. Nothing here retries; the callers are level-triggered and come again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import aiohttp
@@ -52,6 +52,49 @@ POOLS: Final = Kind(POOL_GROUP, POOL_VERSION, POOL_PLURAL)
 PODS: Final = Kind("", "v1", "pods")
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Group(msgspec.Struct):
+    name: str
+    versions: list[_Version]
+
+
+class _Groups(msgspec.Struct):
+    groups: list[_Group]
+
+
+class _Resources(msgspec.Struct):
+    resources: list[_Named]
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    namespace: str
+    uid: str
+
+
+class _Object(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _PageMetadata(msgspec.Struct):
+    next: str | None = msgspec.field(default=None, name="continue")
+
+
+class _Page(msgspec.Struct):
+    metadata: _PageMetadata
+    items: list[_Object] | None = None
+
+
+_Answer = TypeVar("_Answer")
+
+
 async def connect() -> client.ApiClient:
     """A client for the cluster this runs in, else for the one of the user's kubeconfig.
 
@@ -71,27 +114,37 @@ class Api:
     def __init__(self, api: client.ApiClient, timeout_seconds: float = 30.0) -> None:
         self._api = api
         self._timeout_seconds = timeout_seconds
-        self._events = client.CoreV1Api(api)
 
-    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, str] | None:
-        """Every object of a kind as ``namespace/name`` → uid; None where the kind is not there. Raises ApiError."""
+    async def served(self, kinds: Collection[Kind]) -> set[Kind]:
+        """Those of ``kinds``, none of the core group, that the API has by what kopf goes by too. Raises ApiError."""
+        groups = {group.name: group for group in (await self._get("/apis", _Groups)).groups}
+        found = set()
+        for kind in kinds:
+            versions = groups[kind.group].versions if kind.group in groups else ()
+            if all(version.version != kind.version for version in versions):
+                continue
+            try:
+                listed = await self._get(f"/apis/{kind.group}/{kind.version}", _Resources)
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
+            else:
+                found |= {kind for resource in listed.resources if resource.name == kind.plural}
+        return found
+
+    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, str]:
+        """Every object of a kind as ``namespace/name`` → uid. Raises ApiError, also where the kind is not there."""
         found: dict[str, str] = {}
         query: dict[str, str] = {"limit": str(_PAGE)}
         if label_selector:
             query["labelSelector"] = label_selector
         while True:
-            try:
-                page = await self._request("GET", kind.path(namespace), query=query, accept=_NAMES_ONLY)
-            except client.ApiException as error:
-                if error.status == 404:
-                    return None
-                raise
-            for item in page.get("items") or ():
-                metadata = item["metadata"]
-                found[f"{metadata['namespace']}/{metadata['name']}"] = metadata["uid"]
-            if not (next_page := page["metadata"].get("continue")):
+            page = await self._get(kind.path(namespace), _Page, query=query, accept=_NAMES_ONLY)
+            for metadata in (item.metadata for item in page.items or ()):
+                found[f"{metadata.namespace}/{metadata.name}"] = metadata.uid
+            if not page.metadata.next:
                 return found
-            query["continue"] = next_page
+            query["continue"] = page.metadata.next
 
     async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Put a policy's status in place of what is there; a policy that is gone has none. Raises ApiError."""
@@ -134,6 +187,21 @@ class Api:
         }
         await self._request("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", body=body)
 
+    async def _get(
+        self,
+        path: str,
+        of: type[_Answer],
+        *,
+        query: Mapping[str, str] | None = None,
+        accept: str = "application/json",
+    ) -> _Answer:
+        content = await self._request("GET", path, query=query, accept=accept)
+        try:
+            return msgspec.json.decode(content, type=of)
+        except msgspec.DecodeError as error:
+            # A proxy before the API may answer for it.
+            raise client.ApiException(status=200, reason=f"{path} answers what the API would not: {error}") from None
+
     async def _request(
         self,
         method: str,
@@ -143,7 +211,7 @@ class Api:
         body: Any = None,
         accept: str = "application/json",
         content_type: str = "application/json",
-    ) -> Any:
+    ) -> bytes:
         request = await self._api.param_serialize(
             method,
             path,
@@ -153,10 +221,10 @@ class Api:
             auth_settings=["BearerToken"],
         )
         response = await self._api.call_api(*request, _request_timeout=self._timeout_seconds)
-        content = await response.read()  # type: ignore[no-untyped-call]
+        content: bytes = await response.read()  # type: ignore[no-untyped-call]
         if not 200 <= response.status < 300:
             raise client.ApiException(http_resp=response)
-        return msgspec.json.decode(content)
+        return content
 
 
 _STATUS_FIELDS: Final = (

@@ -2,7 +2,8 @@
 
 A watch alone tells neither. kopf says that it is ready before it has listed anything, and an object that was deleted
 while no watch was open is never mentioned again. So names (not objects) are listed at the start until the watches
-have delivered each of them, then once a minute, and at once when a watch has begun anew.
+have delivered each of them, then once a minute, and at once when a watch has begun anew. The same rounds decide what
+is watched: the kinds whose CRDs are there, and the pods that the policies select.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ INTERVAL_SECONDS: Final = 60.0
 CATCH_UP_SECONDS: Final = 0.25
 """Between two lists while a watch has not delivered what is there."""
 FAILED_SECONDS: Final = 2.0
+LOOKED_FOR_SECONDS: Final = 2.0
+"""Between two looks while a policy refers to an InferencePool and there is no CRD of InferencePools."""
+STUCK_SECONDS: Final = 15.0
+"""A watch that delivers nothing for so long of what it lacks is begun anew."""
 
 
 class Census:
@@ -47,6 +52,10 @@ class Census:
         self._wanted = asyncio.Event()
         self._problem: str | None = None
         self.synced = asyncio.Event()
+        self._missing: dict[Kind, tuple[int, float]] = {}
+        """How many objects a watch has not delivered, and since when it is so many."""
+        self.complete = False
+        """Whether everything was known at least once."""
         self._listed_at: float | None = None
 
     def listed_age_seconds(self) -> float | None:
@@ -64,24 +73,38 @@ class Census:
             try:
                 missing = await self._take()
             except ApiError as error:
-                wait = FAILED_SECONDS
+                wait: float | None = FAILED_SECONDS
                 self._log(_text(error))
             else:
                 self._log(None)
-                wait = CATCH_UP_SECONDS if missing else INTERVAL_SECONDS
+                wait = CATCH_UP_SECONDS if missing else None
                 if not missing and not self.synced.is_set():
+                    self.complete = True
                     self.synced.set()
                     self._caught_up()
-            if wait != INTERVAL_SECONDS:
-                await asyncio.sleep(wait)
-                continue
+            await (self._rest() if wait is None else asyncio.sleep(wait))
+
+    async def _rest(self) -> None:
+        """Wait for the next minute, or until there is reason to look sooner."""
+        began = time.monotonic()
+        while not self._wanted.is_set() and time.monotonic() - began < INTERVAL_SECONDS:
+            if POOLS not in self._watches.kinds and self._cluster.lacks_pools():
+                await asyncio.sleep(LOOKED_FOR_SECONDS)
+                return
             with suppress(TimeoutError):
-                async with asyncio.timeout(wait):
+                async with asyncio.timeout(LOOKED_FOR_SECONDS):
                     await self._wanted.wait()
 
     async def _take(self) -> int:
-        """One round: follow what the policies select, then compare everything. Returns how much is missing."""
-        missing = await self._compare(POLICIES, "") + await self._compare(POOLS, "")
+        """One round: follow what there is and what is selected, then compare. Returns how much is missing."""
+        kinds = await self._api.served((POLICIES, POOLS))
+        if POLICIES not in kinds:
+            raise ApiException(status=404, reason="the ThunderAgentPolicy CRD is not installed")
+        if kinds != self._watches.kinds:
+            await self._watches.watch(kinds)
+        missing = 0
+        for kind in (POLICIES, POOLS):
+            missing += await self._compare(kind, "") if kind in kinds else 0
         selectors = self._cluster.selectors()
         if missing == 0 and not self._watches.covers(selectors):
             self.synced.clear()
@@ -95,11 +118,18 @@ class Census:
         began = time.monotonic()
         names: dict[str, str] = {}
         for namespace in self._namespaces:
-            listed = await self._api.names(kind, namespace, label_selector)
-            if listed is None and kind is POLICIES:
-                raise ApiException(status=404, reason="the ThunderAgentPolicy CRD is not installed")
-            names |= listed or {}
-        return len(self._cluster.compare(kind, names, began))
+            names |= await self._api.names(kind, namespace, label_selector)
+        missing = len(self._cluster.compare(kind, names, began))
+        before, since = self._missing.get(kind, (0, began))
+        if not missing:
+            self._missing.pop(kind, None)
+        elif not before or missing < before:
+            self._missing[kind] = (missing, began)
+        elif began - since > STUCK_SECONDS:
+            log.warning("a watch does not deliver what is there; it begins anew", kind=kind.plural, missing=missing)
+            self._missing.pop(kind)
+            await self._watches.begin_anew(kind)
+        return missing
 
     def _log(self, problem: str | None) -> None:
         """Say once that the API does not answer, and once that it does."""

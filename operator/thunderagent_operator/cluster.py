@@ -7,7 +7,7 @@ and a list takes away what is no longer there, so nothing depends on having seen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,8 +31,8 @@ class _Object:
 class Policy:
     """One ThunderAgentPolicy, what it selects, and why it cannot be used as it is.
 
-    ``spec`` and ``source`` are the newest that could be used: a bad edit leaves them, and ``problem`` says so as
-    (reason, message).
+    ``spec`` and ``source`` are the newest that could be used together: a bad edit leaves both, and ``problem`` says so
+    as (reason, message).
     """
 
     def __init__(self, name: str, body: Body) -> None:
@@ -40,6 +40,8 @@ class Policy:
         self.body = body
         self.spec: PolicySpec | None = None
         self.source: WorkerSource | None = None
+        self.pool: str | None = None
+        """``namespace/name`` of the InferencePool it refers to, there or not."""
         self.problem: tuple[str, str] | None = None
         self.pods: dict[str, PodWorkers] = {}
         """By pod name; pods that are no workers are left out."""
@@ -49,19 +51,15 @@ class Policy:
         """Where it is, and its workers with it."""
         return self.name.partition("/")[0]
 
-    @property
-    def pool(self) -> str | None:
-        """``namespace/name`` of the InferencePool it refers to."""
-        pool = None if self.spec is None else self.spec.workers.inference_pool
-        return None if pool is None else f"{self.namespace}/{pool}"
-
     def read(self, body: Body, pool_of: Callable[[str], Body | None]) -> None:
         """Take the object as it is now, and the pool it refers to."""
         self.body = body
         try:
-            self.spec = read_policy(body)
-            pool = self.pool
-            self.source = worker_source(self.spec, None if pool is None else pool_of(pool))
+            spec = read_policy(body)
+            pool = spec.workers.inference_pool
+            self.pool = None if pool is None else f"{self.namespace}/{pool}"
+            self.source = worker_source(spec, None if self.pool is None else pool_of(self.pool))
+            self.spec = spec
         except InvalidPolicyError as error:
             self.problem = ("InvalidSpec", str(error))
         except UnresolvedError as error:
@@ -105,6 +103,11 @@ class Cluster:
     def selectors(self) -> set[PodSelector]:
         """What the policies select pods by."""
         return {policy.source.selector for policy in self._policies.values() if policy.source is not None}
+
+    def lacks_pools(self) -> bool:
+        """Whether a policy refers to an InferencePool that is not there."""
+        pools = self._objects[POOLS]
+        return any(policy.pool is not None and policy.pool not in pools for policy in self._policies.values())
 
     def sharing(self, policy: Policy) -> Iterator[Policy]:
         """The other policies of its namespace that have workers."""
@@ -158,18 +161,20 @@ class Cluster:
             policy = self._policies.pop(key)
             del self._policies_in[policy.namespace][key]
             self._due(key)
+            self._shared(policy.namespace, policy.pods)
         else:
             policy = self._policies.setdefault(key, Policy(key, body))
             self._policies_in.setdefault(policy.namespace, {})[key] = policy
             self._read(policy, body)
 
     def _read(self, policy: Policy, body: Body) -> None:
-        source = policy.source
+        source, before = policy.source, set(policy.pods)
         policy.read(body, self._pool)
         if policy.source != source:
             for name, pod in self._pods_in.get(policy.namespace, {}).items():
                 policy.look_at(name, pod)
         self._due(policy.name)
+        self._shared(policy.namespace, before.symmetric_difference(policy.pods))
 
     def _pod_changed(self, key: str, pod: Body | None) -> None:
         namespace, _, name = key.partition("/")
@@ -178,9 +183,21 @@ class Cluster:
             pods.pop(name, None)
         else:
             pods[name] = pod
+        moved = False
         for policy in self._policies_in.get(namespace, {}).values():
+            before = name in policy.pods
             if policy.look_at(name, pod):
                 self._due(policy.name)
+                moved |= before != (name in policy.pods)
+        if moved:
+            self._shared(namespace, (name,))
+
+    def _shared(self, namespace: str, pods: Collection[str]) -> None:
+        """Some policy has taken or left these pods: whoever else has one may share it with more or fewer now."""
+        if pods:
+            for policy in self._policies_in[namespace].values():
+                if any(name in policy.pods for name in pods):
+                    self._due(policy.name)
 
     def _pool(self, key: str) -> Body | None:
         held = self._objects[POOLS].get(key)

@@ -99,6 +99,8 @@ class KopfThread:
     def _settings(self) -> kopf.OperatorSettings:
         settings = kopf.OperatorSettings()
         settings.posting.enabled = False
+        # It would ask for rights to list and watch CRDs and namespaces; the census sees to what comes and goes.
+        settings.scanning.disabled = True
         settings.networking.error_backoffs = _Endless()
         settings.networking.request_timeout = 30.0
         settings.networking.connect_timeout = 5.0

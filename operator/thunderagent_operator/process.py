@@ -99,6 +99,7 @@ async def operate(options: OperatorOptions) -> None:
                 for task in reversed(tasks):
                     task.cancel()
         await operator.stop()
+        log.info("stopped")
 
 
 class Operator:
@@ -141,7 +142,6 @@ class Operator:
         http_port = await self._pages.start(self._options.http_host, self._options.http_port)
         stack.push_async_callback(self._pages.stop)
         await self.feed.start()
-        self._watches.start()
         log.info(
             "operating",
             namespaces=list(self._options.namespaces) or "all",
@@ -214,7 +214,7 @@ class Operator:
         return None if self._watches.alive else "a watch has ended"
 
     def _ready(self) -> str | None:
-        return None if self._census.synced.is_set() else "the first lists are not complete"
+        return None if self._census.complete else "the first lists are not complete"
 
 
 def own_namespace() -> str:
