@@ -1,0 +1,1 @@
+"""The simulated fleet: the real classifier and selector over simulated engines, in simulated time (fleet.md)."""
