@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench proto lock clean
+.PHONY: help install demo test lint format bench proto chart lock clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ proto: install ## Generate the capacity feed's code from its .proto
 	$(BIN)/python -m grpc_tools.protoc --proto_path=epp --python_out=epp --pyi_out=epp --grpc_python_out=epp $(FEED).proto
 	@for file in $(FEED)_pb2.pyi $(FEED)_pb2_grpc.py; do \
 	  { echo '# mypy: ignore-errors'; cat $$file; } > $$file.new && mv $$file.new $$file || exit 1; done
+
+chart: install ## Generate what the charts have from the code: schema of the values, Envoy's configuration, CRD
+	$(BIN)/python charts/chart_files.py
 
 lock: install ## Renew the locked dependencies
 	$(BIN)/python -m pip install --quiet uv
