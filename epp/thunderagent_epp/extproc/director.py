@@ -18,18 +18,21 @@ from typing import Any
 
 from thunderagent_epp.extproc.actions import Cause
 from thunderagent_epp.extproc.errors import Refusal, Refused
+from thunderagent_epp.extproc.prefill_leg import PrefillLeg
 from thunderagent_epp.extproc.subset import Subset
 from thunderagent_epp.extproc.turn import Placement
 from thunderagent_epp.requests.answer import AnswerReader, context_tokens
 from thunderagent_epp.requests.inference import InferenceRequest
 from thunderagent_epp.requests.policy import RequestPolicy
 from thunderagent_epp.requests.tokens import BytesPerToken
-from thunderagent_epp.scheduling.capacity import WorkerRank
+from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, Reason, Reject, Release, Resume, State
-from thunderagent_epp.scheduling.policies import admission_rules
+from thunderagent_epp.scheduling.policies import pooled_rules
 from thunderagent_epp.scheduling.program import Lifecycle
 from thunderagent_epp.scheduling.rules import AdmissionRules
 from thunderagent_epp.scheduling.selector import Selector
+from thunderagent_epp.scheduling.topology import RetentionPool, decode_pool
+from thunderagent_epp.scheduling.two_ledgers import TwoLedgers
 from thunderagent_epp.snapshot import Snapshot
 from thunderagent_epp.telemetry.logs import logger
 from thunderagent_epp.telemetry.metrics import HoldClass, Metrics, Outcome
@@ -133,8 +136,9 @@ class Director:
         self._clock = clock
         self._snapshot: Snapshot | None = None
         self._applied_at = 0.0
-        self._classifier: AdmissionRules[Any] | None = None
+        self._classifier: AdmissionRules[Any] | TwoLedgers | None = None
         self._selector = Selector()
+        self._prefill = PrefillLeg()
         self._bytes_per_token = BytesPerToken()
         self._by_endpoint: dict[str, WorkerRank] = {}
         self._ids = count(1)
@@ -168,20 +172,16 @@ class Director:
         self._unready = reason
 
     def apply(self, snapshot: Snapshot) -> None:
-        """Take a newer snapshot into force; what it changes shows at the next arrival or tick.
-
-        Raises ValueError for one that cannot be served as it asks; then nothing has changed.
-        """
-        if snapshot.disaggregation is not None:
-            raise ValueError("topology: this picker serves Aggregated only")
+        """Take a newer snapshot into force; what it changes shows at the next arrival or tick."""
         before, self._snapshot, self._applied_at = self._snapshot, snapshot, self._clock()
         self._by_endpoint = {worker.endpoint: worker.id for worker in snapshot.capacity.workers}
-        self._selector.snapshot(snapshot.capacity)
+        self._selector.snapshot(_takers(snapshot))
+        self._prefill.snapshot(snapshot.capacity, snapshot.disaggregation)
         self._metrics.keep_workers(snapshot.capacity.by_id)
-        if before is None or before.admission != snapshot.admission:
+        if before is None or before.admission != snapshot.admission or _ledgers(before) != _ledgers(snapshot):
             self._configure(snapshot, before)
-        elif self._classifier is not None:
-            self._classifier.snapshot(snapshot.capacity)
+        else:
+            self._keep_ledgers(snapshot)
 
     async def run(self) -> None:
         """Tick at the policy's interval until cancelled."""
@@ -308,9 +308,28 @@ class Director:
         if admission.tracked and self._classifier is not None:
             self._classifier.sent(admission.id, worker)
         self._metrics.pick(worker)
-        admission.placement = Placement(self._snapshot.capacity.by_id[worker].endpoint)
-        _log.debug("released", request=admission.id, session=admission.request.session, worker=str(worker))
-        return admission.placement
+        two = self._classifier if isinstance(self._classifier, TwoLedgers) else None
+        prefill, placement = self._prefill.place(
+            admission.id,
+            admission.request,
+            admission.input_tokens,
+            worker,
+            target=None if two is None else two.prefill_target(admission.id),
+            subset=candidates,
+        )
+        if prefill is not None:
+            self._metrics.prefill(prefill)
+            if two is not None:
+                two.prefilled(admission.id, prefill)
+        admission.placement = placement
+        _log.debug(
+            "released",
+            request=admission.id,
+            session=admission.request.session,
+            worker=str(worker),
+            **({} if prefill is None else {"prefill_worker": str(prefill)}),
+        )
+        return placement
 
     def _responding(self, admission: Admission, served: str | None) -> None:
         worker = None if served is None else self._by_endpoint.get(served)
@@ -319,6 +338,7 @@ class Director:
             if admission.tracked and self._classifier is not None:
                 self._classifier.sent(admission.id, worker)
         self._selector.responding(admission.id, worker)
+        self._prefill.over(admission.id)
 
     def _progress(self, admission: Admission, tokens: int) -> None:
         self._selector.progress(admission.id, tokens)
@@ -333,6 +353,7 @@ class Director:
             if request.inference:
                 self._learn(request, reader)
         self._selector.ended(admission.id)
+        self._prefill.over(admission.id)
         if cause is not Cause.REFUSED:
             self._metrics.request(request.path, Outcome.COMPLETED if completed else Outcome.ABORTED)
         _log.debug(
@@ -436,17 +457,23 @@ class Director:
 
     def _configure(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         policy = snapshot.admission
-        _log.info("policy in force", **policy.model_dump())
-        if self._classifier is not None and before is not None and before.admission.policy == policy.policy:
+        _log.info("policy in force", **policy_parameters(snapshot))
+        if self._classifier is not None and before is not None and _ledgers(before) == _ledgers(snapshot):
             self._classifier.configure(policy)
-            self._classifier.snapshot(snapshot.capacity)
+            self._keep_ledgers(snapshot)
         else:
             # Other rules know nothing of the programs so far: what is held goes, what runs is no longer charged.
-            self._classifier = admission_rules(policy, snapshot.capacity)
+            self._classifier = pooled_rules(policy, snapshot.capacity, snapshot.disaggregation)
             for admission in list(self._held.values()):
                 admission.tracked = False
                 self._release_hold(admission, None)
         self._interval_changed.set()
+
+    def _keep_ledgers(self, snapshot: Snapshot) -> None:
+        if isinstance(self._classifier, TwoLedgers):
+            self._classifier.snapshot(snapshot.capacity)
+        elif self._classifier is not None:
+            self._classifier.snapshot(_takers(snapshot))
 
     def _used(self, worker: WorkerRank) -> int:
         return 0 if self._classifier is None else self._classifier.used(worker)
@@ -455,6 +482,17 @@ class Director:
         if self._snapshot is None:
             return None
         return SnapshotStatus(self._snapshot.id, self._clock() - self._applied_at)
+
+
+def _takers(snapshot: Snapshot) -> CapacitySnapshot:
+    """The workers a request may be sent to."""
+    return snapshot.capacity if snapshot.disaggregation is None else decode_pool(snapshot.capacity)
+
+
+def _ledgers(snapshot: Snapshot) -> tuple[str, RetentionPool]:
+    """What decides which rules there are, and over which pools; aggregated workers are a decode pool by themselves."""
+    terms = snapshot.disaggregation
+    return snapshot.admission.policy, RetentionPool.DECODE if terms is None else terms.retention_pool
 
 
 def _end_hold(admission: Admission, outcome: Placement | Refused) -> None:

@@ -104,6 +104,13 @@ class Metrics:
             "thunderagent_picks", "Requests sent to a worker rank.", ("worker", "rank"), registry=self.registry
         )
         self._pick_children: dict[WorkerRank, Counter] = {}
+        self._prefills = Counter(
+            "thunderagent_prefills",
+            "Requests whose prefill a worker rank was named for, with topology Disaggregated.",
+            ("worker", "rank"),
+            registry=self.registry,
+        )
+        self._prefill_children: dict[WorkerRank, Counter] = {}
         self._pauses = Counter("thunderagent_pauses", "Idle programs paused.", registry=self.registry)
         self._marks = Counter(
             "thunderagent_marks", "Programs marked to be paused when their turn completes.", registry=self.registry
@@ -174,11 +181,20 @@ class Metrics:
             child = self._pick_children[worker] = self._picks.labels(worker.worker, str(worker.rank))
         child.inc()
 
+    def prefill(self, worker: WorkerRank) -> None:
+        """Count a request whose prefill this rank was named for."""
+        child = self._prefill_children.get(worker)
+        if child is None:
+            child = self._prefill_children[worker] = self._prefills.labels(worker.worker, str(worker.rank))
+        child.inc()
+
     def keep_workers(self, workers: Iterable[WorkerRank]) -> None:
         """Drop the series of every other worker; call when a snapshot is applied."""
-        for gone in self._pick_children.keys() - set(workers):
-            del self._pick_children[gone]
-            self._picks.remove(gone.worker, str(gone.rank))
+        kept = set(workers)
+        for children, family in ((self._pick_children, self._picks), (self._prefill_children, self._prefills)):
+            for gone in children.keys() - kept:
+                del children[gone]
+                family.remove(gone.worker, str(gone.rank))
 
     def decided(self, decisions: Iterable[Decision]) -> None:
         """Count the pauses, marks and resumes among what an admission policy decided."""
@@ -270,6 +286,9 @@ def _workers(now: Gauges) -> Iterator[Metric]:
         "thunderagent_worker_capacity_tokens", "Tokens its KV cache holds; no series while unknown.", labels=labels
     )
     used = GaugeMetricFamily("thunderagent_worker_used_tokens", "Tokens charged to it.", labels=labels)
+    role = GaugeMetricFamily(
+        "thunderagent_worker_role", "Always 1: what the rank does, prefill, decode or both.", labels=(*labels, "role")
+    )
     for worker in now.workers:
         values = (worker.worker, str(worker.rank))
         live.add_metric(values, worker.live)
@@ -277,4 +296,5 @@ def _workers(now: Gauges) -> Iterator[Metric]:
         if worker.capacity_tokens is not None:
             capacity.add_metric(values, worker.capacity_tokens)
         used.add_metric(values, worker.used_tokens)
-    yield from (live, known, capacity, used)
+        role.add_metric((*values, worker.role), 1)
+    yield from (live, known, capacity, used, role)

@@ -89,8 +89,14 @@ class Status:
 
 def policy_parameters(snapshot: Snapshot) -> dict[str, Any]:
     """Everything a snapshot's policy sets, in one flat mapping of snake_case names, durations in seconds."""
+    terms = snapshot.disaggregation
     return {
         **snapshot.admission.model_dump(by_alias=False),
+        **(
+            {}
+            if terms is None
+            else {"topology": "Disaggregated", "retention_pool": terms.retention_pool, "handoff": terms.handoff}
+        ),
         "session_headers": snapshot.requests.session_headers,
         "strip_body_fields": snapshot.requests.strip_body_fields,
     }
