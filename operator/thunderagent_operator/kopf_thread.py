@@ -28,6 +28,9 @@ RESTART_SECONDS: Final = 2.0
 
 STOP_SECONDS: Final = 10.0
 
+LIST_CHUNK: Final = 100
+"""Objects of a list held at once. Whole pods are large, and thousands of them at once would stay in memory for good."""
+
 
 class _Endless:
     """Delays before each next try of a request to the API, without an end: kopf ends with its delays."""
@@ -104,6 +107,7 @@ class KopfThread:
         settings.networking.error_backoffs = _Endless()
         settings.networking.request_timeout = 30.0
         settings.networking.connect_timeout = 5.0
+        settings.watching.chunk_size = LIST_CHUNK
         # A watch that says nothing for so long may hang on a connection that is no more.
         settings.watching.server_timeout = 240
         settings.watching.client_timeout = 300.0
