@@ -14,7 +14,15 @@ import pytest
 
 from support.envoy_changes import Change, change_envoys, route_timeout, stream_duration, stream_idle_timeout
 from support.local_picker import running_local_picker, snapshot
-from support.scripted_worker import JSON, ScriptedWorker, chat_completion, running_scripted_worker, when, whole
+from support.scripted_worker import (
+    JSON,
+    ScriptedWorker,
+    chat_completion,
+    running_scripted_worker,
+    streamed,
+    when,
+    whole,
+)
 
 if TYPE_CHECKING:
     from conftest import StartEnvoy
@@ -329,6 +337,25 @@ async def test_a_client_that_leaves_before_its_request_is_whole_leaves_nothing(
         assert picker.status.state.programs == {}
         assert picker.requests() == {}
     assert worker.received == []
+
+
+async def test_a_client_that_leaves_on_the_last_event_completes_its_turn(
+    start_envoy: StartEnvoy, worker: ScriptedWorker
+) -> None:
+    """As OpenAI's own client does: it closes the connection on ``[DONE]``, whose chunk does not end the body."""
+    last = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+    worker.answer = streamed([last], then=asyncio.Event())
+    async with running_local_picker(snapshot(worker.endpoint)) as picker:
+        envoy = await start_envoy(picker.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", envoy.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\nx-session-id: s1\r\n"
+        writer.write(f"{head}content-length: {len(HELLO)}\r\n\r\n".encode() + HELLO)
+        await reader.readuntil(last)
+        writer.close()
+        await writer.wait_closed()
+        await picker.until_idle()
+        assert picker.requests() == {"completed": 1}
+        assert picker.program("s1").tokens == 11
 
 
 ENDS: dict[str, Callable[[asyncio.StreamWriter], None]] = {"closes": lambda _: None, "resets": end_with_a_reset}

@@ -201,9 +201,11 @@ class Exchange:
         """The stream is over: ``Cause.CLOSED`` if the proxy closed its side in order, else what tore it down.
 
         Where response bodies are not sent at all, the proxy's close after the response headers is the end of the
-        answer (extproc.md, *End*). Returns None if there was nothing to decide or `Ended` has been said.
+        answer (extproc.md, *End*). So is whatever comes after an answer that has said itself that it is complete:
+        OpenAI's own client closes its connection on ``[DONE]``, before the worker has ended the body. Returns None if
+        there was nothing to decide or `Ended` has been said.
         """
-        if self.state is State.RESPONDING and self._is_end_of_unseen_body(cause):
+        if self.state is State.RESPONDING and (self._is_end_of_unseen_body(cause) or self._has_concluded()):
             return self._end(self._answer_cause())
         if self.state in (State.DECIDING, State.ROUTED, State.RESPONDING):
             return self._end(cause)
@@ -370,6 +372,9 @@ class Exchange:
 
     def _answer_cause(self) -> Cause:
         return Cause.ANSWERED if self._ok else Cause.UPSTREAM_STATUS
+
+    def _has_concluded(self) -> bool:
+        return self._reader is not None and self._reader.concluded
 
     def _is_end_of_unseen_body(self, cause: Cause) -> bool:
         if self._response_body_sent is None:

@@ -8,6 +8,10 @@ whatever a worker sends (extproc.md, "What a request says").
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
+
+import msgspec
 
 from .event_stream import EventStream
 from .inference import is_encoded, is_json
@@ -18,6 +22,17 @@ __all__ = ["MAX_KEPT_BYTES", "AnswerReader", "Usage", "context_tokens", "progres
 MAX_KEPT_BYTES = 8 * 1024 * 1024
 """A JSON answer, or one event of a stream, of more bytes is counted but not read."""
 
+# Of Anthropic messages and of OpenAI responses; chat and completions end in [DONE].
+_CONCLUDING_TYPES = frozenset({"message_stop", "response.completed", "response.incomplete"})
+_MAY_CONCLUDE = re.compile(rb'"(?:message_stop|response\.(?:completed|incomplete))"')
+
+
+class _Typed(msgspec.Struct, frozen=True, gc=False):
+    type: Any = None
+
+
+_TYPED = msgspec.json.Decoder(_Typed)
+
 
 class AnswerReader:
     """Reads one answer in the form in which it streams by; never raises, whatever the bytes.
@@ -25,7 +40,7 @@ class AnswerReader:
     An answer that is compressed, or neither JSON nor server-sent events, is only counted.
     """
 
-    __slots__ = ("_body", "_counts", "_events", "_max_kept_bytes", "body_bytes", "events")
+    __slots__ = ("_body", "_counts", "_events", "_max_kept_bytes", "body_bytes", "concluded", "events")
 
     def __init__(
         self, content_type: str | None, content_encoding: str | None = None, max_kept_bytes: int = MAX_KEPT_BYTES
@@ -36,6 +51,8 @@ class AnswerReader:
         self._events = EventStream(max_kept_bytes) if readable and media_type == "text/event-stream" else None
         self._body = bytearray() if readable and is_json(content_type) else None
         self._counts = UsageCounts()
+        self.concluded = False
+        """Whether the stream has said itself that it is complete, by the closing event of its API."""
         self.events = 0
         """Data events so far, the closing ``[DONE]`` not among them."""
         self.body_bytes = 0
@@ -73,9 +90,20 @@ class AnswerReader:
     def _read_events(self, events: list[bytes]) -> None:
         for data in events:
             if len(data) <= 16 and data.strip() == b"[DONE]":
+                self.concluded = True
                 continue
             self.events += 1
             self._counts.read(data)
+            if _MAY_CONCLUDE.search(data) is not None and _concludes(data):
+                self.concluded = True
+
+
+def _concludes(data: bytes) -> bool:
+    try:
+        kind = _TYPED.decode(data).type
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return isinstance(kind, str) and kind in _CONCLUDING_TYPES
 
 
 def context_tokens(reader: AnswerReader, input_tokens: int, bytes_per_token: float) -> int:

@@ -229,6 +229,26 @@ def test_a_client_that_leaves_in_the_middle_of_an_answer_aborts_the_turn() -> No
     assert end.reader.events == 1
 
 
+@pytest.mark.parametrize("cause", [Cause.CLOSED, Cause.RESET, Cause.DRAIN])
+def test_a_client_that_leaves_once_the_answer_has_said_that_it_is_complete_completes_the_turn(cause: Cause) -> None:
+    exchange = routed(protocol())
+    feed(exchange, h(), b(b'data: {"usage":{"prompt_tokens":5}}\n\n'), b(b"data: [DONE]\n\n"))
+    end = exchange.close(cause)
+    assert end is not None
+    assert (end.completed, end.cause) == (True, Cause.ANSWERED)
+    assert end.reader is not None
+    assert end.reader.usage is not None
+    assert end.reader.usage.prompt_tokens == 5
+
+
+def test_an_answer_that_says_it_is_complete_is_no_success_with_another_status() -> None:
+    exchange = routed(protocol())
+    feed(exchange, h("500"), b(b"data: [DONE]\n\n"))
+    end = exchange.close(Cause.RESET)
+    assert end is not None
+    assert not end.completed
+
+
 @pytest.mark.parametrize("cause", [Cause.CLOSED, Cause.RESET, Cause.DRAIN, Cause.FAILED])
 def test_case_13_a_client_that_leaves_while_held_or_before_any_answer_aborts_the_turn(cause: Cause) -> None:
     held = Exchange(1000)

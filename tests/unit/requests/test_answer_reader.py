@@ -103,6 +103,47 @@ def test_a_stream_is_read_byte_by_byte(stream, events, usage):
     assert (reader.events, reader.usage) == (events, usage)
 
 
+CONCLUDED = {
+    "chat": CHAT_STREAM,
+    "chat with CRLF": CHAT_STREAM.replace(b"\n", b"\r\n"),
+    "responses": RESPONSES_STREAM,
+    "responses cut short by a limit": b'data: {"response":{"usage":null}, "type" : "response.incomplete"}\n\n',
+    "messages": MESSAGES_STREAM,
+}
+
+
+@pytest.mark.parametrize("stream", CONCLUDED.values(), ids=CONCLUDED)
+def test_a_stream_has_concluded_with_its_closing_event_and_not_before(stream):
+    reader = AnswerReader(SSE)
+    for byte in stream:
+        assert not reader.concluded
+        reader.feed(bytes([byte]))
+    assert reader.concluded
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b'data: {"type":"response.output_text.delta","delta":"response.completed"}\n\n',
+        b'data: {"type":"content_block_delta","delta":{"type":"message_stop"}}\n\n',
+        b'data: {"type":"response.failed"}\n\n',
+        b'data: {"type":["message_stop"]}\n\n',
+        b'data: "message_stop"\n\n',
+        b'data: {"type":"message_stop"\n\n',
+        b"data: [DONE",
+        b": [DONE]\n\n",
+        b"event: message_stop\n\n",
+    ],
+)
+def test_a_stream_that_only_speaks_of_its_end_has_not_concluded(stream):
+    assert not read(SSE, stream).concluded
+
+
+def test_an_answer_that_is_no_stream_never_concludes_before_its_end():
+    assert not read("application/json", b'{"type":"message_stop"}').concluded
+    assert not read(SSE, b"data: [DONE]\n\n", encoding="gzip").concluded
+
+
 @given(st.data())
 def test_cuts_change_nothing_whatever_the_bytes(data):
     pieces = [
