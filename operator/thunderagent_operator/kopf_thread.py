@@ -22,6 +22,8 @@ log = logs.logger("operator")
 
 # What it warns of is expected here (no signals in a thread, no InferencePool CRD) or said by the census.
 logging.getLogger("kopf").setLevel(logging.ERROR)
+# Each request that fails while the API is away, at each try.
+logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
 
 RESTART_SECONDS: Final = 2.0
 """From kopf's end to its next start."""
@@ -39,6 +41,19 @@ class _Endless:
         yield from (0.5, 1, 2, 3)
         while True:
             yield 5
+
+
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Remembers nothing of an object: kopf copies each one it hears of to find what changed, and nobody asks."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        pass
 
 
 class KopfThread:
@@ -107,6 +122,7 @@ class KopfThread:
         settings.networking.error_backoffs = _Endless()
         settings.networking.request_timeout = 30.0
         settings.networking.connect_timeout = 5.0
+        settings.persistence.diffbase_storage = _NoDifferences()
         settings.watching.chunk_size = LIST_CHUNK
         # A watch that says nothing for so long may hang on a connection that is no more.
         settings.watching.server_timeout = 240

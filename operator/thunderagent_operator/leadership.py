@@ -9,7 +9,8 @@ the wait for the lease to run out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import aiohttp
@@ -22,45 +23,89 @@ from thunderagent_epp.telemetry import logs
 
 log = logs.logger("operator")
 
+# It logs a traceback for each write that another operator was faster with; what matters of it is said here.
+logging.getLogger("kubernetes.aio.leaderelection").setLevel(logging.CRITICAL)
+
 LEASE_SECONDS: Final = 8
 RENEW_WITHIN_SECONDS: Final = 5
 RETRY_SECONDS: Final = 1
-"""A leader that dies is followed after at most the lease and one try: a standby feeds well within 15 s."""
+"""A leader that dies is followed after at most the lease and one try: a standby feeds well within 15 s. One that lives
+and cannot renew leads no more after at most the time to renew and one try: before another may."""
 
+REQUEST_SECONDS: Final = 2
 GIVE_UP_SECONDS: Final = 2
 
-_AWAY: Final = (aiohttp.ClientError, OSError, TimeoutError)
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+
+
+class _LostError(Exception):
+    """The lease could not be renewed in time."""
 
 
 class _Lock(LeaseLock):
-    """The library's lock, for which an API that is away is one that answers with an error."""
+    """The library's lock, but whatever goes wrong with a request is a try that failed, and the time to renew is kept.
+
+    The library looks at the time between its tries, and a try may take long.
+    """
+
+    def __init__(self, name: str, namespace: str, identity: str, api: ApiClient) -> None:
+        super().__init__(name, namespace, identity, api)
+        self.held_since: float | None = None
+        """When the last request that took or renewed the lease was sent, in the loop's time; None: not held."""
+        self._problem: str | None = None
 
     async def get(self, name: str, namespace: str) -> Any:
+        limit = self._limit()
         try:
-            async with asyncio.timeout(RENEW_WITHIN_SECONDS):
-                return await super().get(name, namespace)
-        except _AWAY as error:
-            return False, ApiException(status=0, reason=f"{type(error).__name__}: {error}")
+            async with asyncio.timeout_at(limit):
+                there, found = await super().get(name, namespace)
+        except Exception as error:
+            # Not the API's own refusals, which are returned: no network, or a proxy's page for an answer.
+            return False, ApiException(status=0, reason=self._failed(error))
+        if isinstance(found, ApiException) and found.status != _NOT_FOUND:
+            self._failed(found)
+        return there, found
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         # The library's own asks for a pretty answer in a way that its own validation refuses.
         lease = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
-        try:
-            async with asyncio.timeout(RENEW_WITHIN_SECONDS):
-                self.lease_reference = await self.api_instance.create_namespaced_lease(namespace, lease)
-        except ApiException as error:
-            log.warning("the lease could not be made", problem=f"{error.status} {error.reason}")
-            return False
-        except _AWAY:
-            return False
-        return True
+        return await self._take(self.api_instance.create_namespaced_lease(namespace, lease))
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        lease = self.lease_reference
+        assert lease is not None, "read before"
+        lease.spec = self.update_lease(updated_record, lease.spec)
+        return await self._take(self.api_instance.replace_namespaced_lease(name, namespace, lease))
+
+    async def _take(self, request: Coroutine[Any, Any, V1Lease]) -> bool:
+        sent = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(RENEW_WITHIN_SECONDS):
-                return bool(await super().update(name, namespace, updated_record))
-        except _AWAY:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                self.lease_reference = await request
+        except Exception as error:
+            if not isinstance(error, ApiException) or error.status != _CONFLICT:
+                self._failed(error)
             return False
+        self.held_since, self._problem = sent, None
+        return True
+
+    def _limit(self) -> float:
+        """Until when a try may go on. Raises _LostError when the lease had to be renewed by now."""
+        now = asyncio.get_running_loop().time()
+        if self.held_since is None:
+            return now + REQUEST_SECONDS
+        if now >= self.held_since + RENEW_WITHIN_SECONDS:
+            raise _LostError
+        return min(now + REQUEST_SECONDS, self.held_since + RENEW_WITHIN_SECONDS)
+
+    def _failed(self, error: Exception) -> str:
+        """Say once what is wrong with the lease."""
+        problem = _text(error)
+        if problem != self._problem:
+            log.warning("the lease cannot be had; it is tried again", problem=problem)
+        self._problem = problem
+        return problem
 
 
 class Leadership:
@@ -93,10 +138,15 @@ class Leadership:
                     onstarted_leading=self._start,
                     onstopped_leading=self._stop,
                 )
-                await leaderelection.LeaderElection(config).run()
+                try:
+                    await leaderelection.LeaderElection(config).run()
+                except _LostError:
+                    await self._stop()
         finally:
+            held = self._lock.held_since is not None
             if self.leading:
                 await self._stop()
+            if held:
                 await self._give_up()
 
     async def _start(self) -> None:
@@ -107,6 +157,7 @@ class Leadership:
     async def _stop(self) -> None:
         log.info("leading no more", identity=self._lock.identity)
         self.leading = False
+        self._lock.held_since = None
         self._lost()
 
     async def _give_up(self) -> None:
@@ -114,9 +165,24 @@ class Leadership:
         lock = self._lock
         try:
             async with asyncio.timeout(GIVE_UP_SECONDS):
-                lease = await lock.api_instance.read_namespaced_lease(lock.name, lock.namespace)
-                if lease.spec is not None and lease.spec.holder_identity == lock.identity:
+                while True:
+                    lease = await lock.api_instance.read_namespaced_lease(lock.name, lock.namespace)
+                    if lease.spec is None or lease.spec.holder_identity != lock.identity:
+                        return
                     lease.spec.holder_identity = ""
-                    await lock.api_instance.replace_namespaced_lease(lock.name, lock.namespace, lease)
-        except (ApiException, *_AWAY) as error:
-            log.info("the lease could not be given up; it runs out by itself", problem=str(error).partition("\n")[0])
+                    try:
+                        await lock.api_instance.replace_namespaced_lease(lock.name, lock.namespace, lease)
+                    except ApiException as error:
+                        # The last renewal may have been under way when this one was stopped.
+                        if error.status != _CONFLICT:
+                            raise
+                    else:
+                        return
+        except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("the lease could not be given up; it runs out by itself", problem=_text(error))
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ApiException):
+        return f"{error.status} {error.reason}"
+    return f"{type(error).__name__}: {error}"

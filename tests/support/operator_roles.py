@@ -29,7 +29,7 @@ async def bind_cluster_wide(client: KubeClient) -> None:
 
 
 async def bind_to(client: KubeClient, namespace: Namespace) -> None:
-    """Let `NAMESPACED_OPERATOR` serve one namespace and nothing else."""
+    """Let `NAMESPACED_OPERATOR` serve one namespace and nothing else, with a Lease named ``namespaced``."""
     rules = _rules()
     for manifest in (*rules["namespaced"], *rules["lease"]):
         bound = copy.deepcopy(manifest)
@@ -37,6 +37,9 @@ async def bind_to(client: KubeClient, namespace: Namespace) -> None:
         metadata["name"] += "-namespaced"
         if metadata["namespace"] == "llm":
             metadata["namespace"] = namespace.name
+        for rule in bound.get("rules", ()):
+            if "resourceNames" in rule:
+                rule["resourceNames"] = ["namespaced"]
         if "roleRef" in bound:
             bound["roleRef"]["name"] += "-namespaced"
             bound["subjects"][0]["name"] = NAMESPACED_OPERATOR

@@ -65,6 +65,9 @@ class ThunderAgentProcess:
         assert line is not None, f"it ended without a word of {event!r}: {self.raw_log[-10:]}"
         return line
 
+    def has_logged(self, event: str) -> bool:
+        return any(line["event"] == event for line in self.log)
+
     @property
     def troubles(self) -> list[dict[str, Any]]:
         """What it logged as an error, or with a traceback."""
