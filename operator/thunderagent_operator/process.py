@@ -25,7 +25,7 @@ from thunderagent_epp.feed.tls import TlsFiles
 from thunderagent_epp.telemetry import logs
 from thunderagent_epp.telemetry.pages import PageServer
 from thunderagent_epp.telemetry.signals import stop_signals
-from thunderagent_operator.api import Api, Kind, connect
+from thunderagent_operator.api import PODS, Api, Kind, connect
 from thunderagent_operator.census import Census
 from thunderagent_operator.cluster import Body, Cluster, Policy
 from thunderagent_operator.conditions import Findings
@@ -190,14 +190,14 @@ class Operator:
                 self.feed.serve()
 
     def _deliver(self, kind: Kind, event: str | None, body: Body) -> None:
-        if self.cluster.take(kind, event, body):
+        began_anew = self.cluster.take(kind, event, body)
+        # What is selected changes with a policy or its pool; pods come by the thousand.
+        if began_anew or (kind is not PODS and not self._watches.covers(self.cluster.selectors())):
             self._census.soon()
 
     def _due(self, policy: str) -> None:
         if self._reconciler is not None:
             self._reconciler.due(policy)
-        if not self._watches.covers(self.cluster.selectors()):
-            self._census.soon()
 
     def _all_due(self) -> None:
         for policy in list(self.cluster.policies):
