@@ -12,12 +12,20 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from thunderagent_epp.feed.problems import Problem, problems
-from thunderagent_epp.feed.spec import STRICT_SPEC, Engine, MetricsSpec, Port, RequestsSpec, SelectionSpec
+from thunderagent_epp.feed.spec import (
+    STRICT_SPEC,
+    DisaggregationTerms,
+    Engine,
+    MetricsSpec,
+    Port,
+    RequestsSpec,
+    SelectionSpec,
+)
 from thunderagent_epp.feed.yaml_lines import Document, YamlError
-from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
+from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Role, Worker, WorkerRank
 from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy, Seconds
 from thunderagent_epp.snapshot import Snapshot
 
@@ -75,7 +83,9 @@ class WorkerSpec(BaseModel):
     capacity_tokens: Annotated[int, Field(gt=0)] | None = Field(
         None, alias="capacityTokens", description="Tokens the KV cache of each rank holds; left out: unknown."
     )
-
+    role: Literal["prefill", "decode", "prefill-decode"] | None = Field(
+        None, description="What it does with topology Disaggregated; left out: decode."
+    )
     block_size: Annotated[int, Field(ge=1, le=65536)] = Field(
         16, alias="blockSize", description="Tokens of a KV cache block, used where the worker does not say."
     )
@@ -103,7 +113,8 @@ class PolicyFile(BaseModel):
     admission: AdmissionPolicy = Field(default_factory=AdmissionPolicy)
     selection: SelectionSpec = Field(default_factory=SelectionSpec)
     requests: RequestsSpec = Field(default_factory=RequestsSpec)
-    topology: Literal["Aggregated"] = "Aggregated"
+    topology: Literal["Aggregated", "Disaggregated"] = "Aggregated"
+    disaggregation: DisaggregationTerms | None = None
     workers: Annotated[list[WorkerSpec], Field(min_length=1)]
 
     @model_validator(mode="before")
@@ -114,12 +125,10 @@ class PolicyFile(BaseModel):
             return given
         return {name: section for name, section in given.items() if section is not None or name == "workers"}
 
-    @field_validator("topology", mode="before")
-    @classmethod
-    def _one_topology(cls, given: Any) -> Any:
-        if given == "Disaggregated":
-            raise ValueError("Disaggregated is not supported by this version; use Aggregated")
-        return given
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prefill and decode run on workers of their own."""
+        return self.topology == "Disaggregated"
 
     def snapshot(self, snapshot_id: int) -> Snapshot:
         """What the file says as a snapshot. A rank's incarnation is its endpoint: another address, another cache."""
@@ -131,6 +140,7 @@ class PolicyFile(BaseModel):
                         id=WorkerRank(worker.name, rank),
                         endpoint=endpoint,
                         capacity_tokens=worker.capacity_tokens,
+                        role=Role(worker.role or Role.DECODE) if self.disaggregated else Role.BOTH,
                         incarnation=endpoint,
                         block_size=worker.block_size,
                     )
@@ -140,6 +150,7 @@ class PolicyFile(BaseModel):
             ),
             admission=self.admission,
             requests=self.requests.policy(),
+            disaggregation=(self.disaggregation or DisaggregationTerms()).terms() if self.disaggregated else None,
         )
 
 
@@ -179,7 +190,7 @@ def parse_policy_file(content: bytes, name: str) -> PolicyFile:
         raise PolicyFileError(f"{name}:1: must be a mapping of fields: admission, requests, workers")
     try:
         policy = PolicyFile.model_validate(given, by_alias=True, by_name=False, context=SPEC)
-        found = _clashes(policy.workers)
+        found = [*_clashes(policy.workers), *_misfits(policy)]
     except ValidationError as error:
         found = [_in_file(problem) for problem in problems(error, PolicyFile, given)]
     if not found:
@@ -193,8 +204,8 @@ def _in_file(problem: Problem) -> Problem:
     match problem.path:
         case ("workers",):
             return Problem(problem.path, "at least one worker is required, as a list of {name, address, ports}")
-        case ("disaggregation",):
-            return Problem(problem.path, "goes with topology Disaggregated, which this version does not support")
+        case ("disaggregation", "roleLabel"):
+            return Problem(problem.path, "unknown field; in a file each worker has its role")
         case ("selection", str(name)) if name in _ADMISSION_FIELDS:
             return Problem(problem.path, f"selection takes no parameters; {name} belongs to admission")
         case ("selection", str()):
@@ -223,6 +234,21 @@ def _clashes(workers: list[WorkerSpec]) -> list[Problem]:
                 message = f"{endpoint} belongs to worker {workers[owner].name} already"
                 found.append(Problem(("workers", index, "ports", rank), message))
     return found
+
+
+def _misfits(policy: PolicyFile) -> list[Problem]:
+    """What does not go with the topology."""
+    if policy.disaggregated:
+        if all(worker.role == "prefill" for worker in policy.workers):
+            return [Problem(("workers",), "at least one must have the role decode or prefill-decode")]
+        return []
+    found = [Problem(("workers", i, "role"), _DISAGGREGATED_ONLY) for i, w in enumerate(policy.workers) if w.role]
+    if policy.disaggregation is not None:
+        found.append(Problem(("disaggregation",), _DISAGGREGATED_ONLY))
+    return found
+
+
+_DISAGGREGATED_ONLY: Final = "goes with topology Disaggregated only"
 
 
 def _line(document: Document, problem: Problem) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from thunderagent_epp.requests.policy import RequestPolicy
+from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
 
 PATH_PATTERN: Final = r"^/[!-~]*$"
 HEADER_NAME_PATTERN: Final = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$"
@@ -116,3 +117,20 @@ class SelectionSpec(BaseModel):
     """Selection takes no parameters: a worker's cost is fixed by scheduling.md."""
 
     model_config = STRICT_SPEC
+
+
+class DisaggregationTerms(BaseModel):
+    """How prefill and decode workers are used together."""
+
+    model_config = STRICT_SPEC
+
+    retention_pool: Literal["Decode", "Prefill", "Both"] = Field(
+        "Decode", alias="retentionPool", description="Whose capacity pauses programs."
+    )
+    handoff: Literal["LlmD", "Dynamo"] = Field(
+        "LlmD", description="How the prefill worker is named to the decode worker."
+    )
+
+    def terms(self) -> Disaggregation:
+        """The value the picker works with."""
+        return Disaggregation(RetentionPool(self.retention_pool), Handoff(self.handoff))

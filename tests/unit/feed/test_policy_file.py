@@ -4,7 +4,8 @@ import pytest
 
 from thunderagent_epp.feed.policy_file import PolicyFile, PolicyFileError, load_policy_file, parse_policy_file
 from thunderagent_epp.requests.policy import RequestPolicy
-from thunderagent_epp.scheduling.capacity import Worker, WorkerRank
+from thunderagent_epp.scheduling.capacity import Role, Worker, WorkerRank
+from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
 
 ONE_WORKER = "workers: [{name: a, address: 10.0.0.1, ports: [8000]}]\n"
 
@@ -211,11 +212,15 @@ def test_a_bad_worker_is_named_with_its_line(worker: str, complaint: str) -> Non
 @pytest.mark.parametrize(
     ("section", "complaint"),
     [
-        ("topology: Disaggregated", "topology: Disaggregated is not supported by this version; use Aggregated"),
-        ("topology: Star", "topology: must be Aggregated, not 'Star'"),
+        ("topology: Star", "topology: must be Aggregated or Disaggregated, not 'Star'"),
+        ("disaggregation: {handoff: LlmD}", "disaggregation: goes with topology Disaggregated only"),
         (
             "disaggregation: {roleLabel: r}",
-            "disaggregation: goes with topology Disaggregated, which this version does not support",
+            "disaggregation.roleLabel: unknown field; in a file each worker has its role",
+        ),
+        (
+            "disaggregation: {retentionPool: decode}",
+            "disaggregation.retentionPool: must be Decode, Prefill or Both, not 'decode'",
         ),
         ("requests: {sessionHeaders: [':path']}", "requests.sessionHeaders[0]: must be a header's name, not ':path'"),
         ("requests: {sessionHeaders: [X-A, x-a]}", "requests.sessionHeaders: x-a is there twice"),
@@ -336,3 +341,48 @@ def test_what_is_wrong_in_how_a_worker_is_probed_is_told_by_its_field() -> None:
         "policy.yaml:3: workers[0].engine: must be auto, vllm, sglang, trtllm, llamacpp or none, not 'vLLM'",
         "policy.yaml:4: workers[0].metrics.path: must be an absolute path such as /metrics, not 'metrics'",
     ]
+
+
+TWO_POOLS = """\
+topology: Disaggregated
+workers:
+  - {name: p, address: 10.0.0.1, ports: [8000], role: prefill}
+  - {name: d, address: 10.0.0.2, ports: [8000], role: decode}
+  - {name: e, address: 10.0.0.3, ports: [8000]}
+  - {name: f, address: 10.0.0.4, ports: [8000, 8001], role: prefill-decode}
+"""
+
+
+def test_disaggregated_workers_have_roles_decode_where_none_is_given() -> None:
+    snapshot = parsed(TWO_POOLS).snapshot(1)
+    assert [(str(worker.id), worker.role) for worker in snapshot.capacity.workers] == [
+        ("d/0", Role.DECODE),
+        ("e/0", Role.DECODE),
+        ("f/0", Role.BOTH),
+        ("f/1", Role.BOTH),
+        ("p/0", Role.PREFILL),
+    ]
+    assert snapshot.disaggregation == Disaggregation(RetentionPool.DECODE, Handoff.LLM_D)
+
+
+def test_the_terms_of_disaggregation_are_read() -> None:
+    terms = parsed(TWO_POOLS + "disaggregation: {retentionPool: Both, handoff: Dynamo}\n").snapshot(1).disaggregation
+    assert terms == Disaggregation(RetentionPool.BOTH, Handoff.DYNAMO)
+
+
+def test_aggregated_workers_have_no_roles() -> None:
+    snapshot = parsed(ONE_WORKER).snapshot(1)
+    assert (snapshot.capacity.workers[0].role, snapshot.disaggregation) == (Role.BOTH, None)
+    assert refusal("workers:\n  - {name: a, address: 10.0.0.1, ports: [8000], role: decode}\n") == [
+        "policy.yaml:2: workers[0].role: goes with topology Disaggregated only"
+    ]
+
+
+def test_disaggregated_needs_a_worker_that_decodes() -> None:
+    text = "topology: Disaggregated\nworkers:\n- {name: a, address: 10.0.0.1, ports: [1], role: prefill}\n"
+    assert refusal(text) == ["policy.yaml:2: workers: at least one must have the role decode or prefill-decode"]
+
+
+def test_an_unknown_role_is_refused() -> None:
+    text = "topology: Disaggregated\nworkers:\n- {name: a, address: 10.0.0.1, ports: [1], role: both}\n"
+    assert refusal(text) == ["policy.yaml:3: workers[0].role: must be prefill, decode or prefill-decode, not 'both'"]
