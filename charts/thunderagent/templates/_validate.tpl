@@ -68,15 +68,16 @@ Helm installs what is in crds/ once and never looks at it again. So a CRD in the
 version is found here, by comparing the two, and named with what to run.
 */}}
 {{- define "thunderagent.validateCrd" -}}
-{{- $there := lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "thunderagentpolicies.thunderagent.io" -}}
-{{- if and .Values.crds.check $there -}}
-  {{- $wanted := .Files.Get "crds/thunderagent.io_thunderagentpolicies.yaml" | fromYaml -}}
+{{- if .Values.crds.check -}}
+{{- with lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "thunderagentpolicies.thunderagent.io" -}}
+  {{- $wanted := $.Files.Get "crds/thunderagent.io_thunderagentpolicies.yaml" | fromYaml -}}
   {{- $have := dict -}}
-  {{- range $there.spec.versions -}}{{- if .storage -}}{{- $have = .schema.openAPIV3Schema -}}{{- end -}}{{- end -}}
-  {{- $missing := include "thunderagent.missingFields" (dict "want" (first $wanted.spec.versions).schema.openAPIV3Schema "have" $have "path" "") | trim -}}
+  {{- range .spec.versions -}}{{- if .storage -}}{{- $have = .schema.openAPIV3Schema -}}{{- end -}}{{- end -}}
+  {{- $missing := include "thunderagent.missingFields" (dict "want" (first $wanted.spec.versions).schema.openAPIV3Schema "have" $have "path" "") -}}
   {{- if $missing -}}
-    {{- fail (printf "the ThunderAgentPolicy CRD in the cluster is of an earlier version, it lacks%s. Upgrade it first: helm upgrade --install thunderagent-crds charts/thunderagent-crds --namespace %s --take-ownership (or set crds.check to false)" $missing .Release.Namespace) -}}
+    {{- fail (printf "the ThunderAgentPolicy CRD in the cluster is of an earlier version, it lacks%s. Upgrade it first: helm upgrade --install thunderagent-crds charts/thunderagent-crds --namespace %s --take-ownership (or set crds.check to false)" $missing $.Release.Namespace) -}}
   {{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -84,7 +85,8 @@ version is found here, by comparing the two, and named with what to run.
 {{- $path := .path -}}
 {{- $have := default dict .have.properties -}}
 {{- range $name, $field := default dict .want.properties -}}
-  {{- if not (hasKey $have $name) }} {{ printf "%s.%s" $path $name | trimPrefix "." }}
+  {{- if not (hasKey $have $name) -}}
+    {{- printf " %s" (printf "%s.%s" $path $name | trimPrefix ".") -}}
   {{- else -}}
     {{- include "thunderagent.missingFields" (dict "want" $field "have" (get $have $name) "path" (printf "%s.%s" $path $name)) -}}
   {{- end -}}

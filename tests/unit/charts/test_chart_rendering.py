@@ -1,4 +1,4 @@
-"""What a real helm makes of the chart: valid objects that fit each other, no privilege, and bad values refused by name."""
+"""What a real helm makes of the chart: valid objects that fit each other, and bad values refused by their names."""
 
 import base64
 from collections.abc import Iterator
