@@ -31,6 +31,7 @@ from thunderagent_epp.picker_options import (
 from thunderagent_operator.commands import crd, operator, standalone
 from thunderagent_sim.commands import simulate_worker
 from thunderagent_sim.demo_command import demo
+from thunderagent_sim.fleet.command import simulate
 
 app = typer.Typer(
     name="thunderagent",
@@ -216,6 +217,7 @@ app.command()(operator)
 app.command()(crd)
 app.command("simulate-worker")(simulate_worker)
 app.command()(demo)
+app.command()(simulate)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
-from thunderagent_epp.scheduling.decisions import Decision, Reject, Release
+from thunderagent_epp.scheduling.decisions import Decision, Mark, Pause, Reject, Release, Resume
 from thunderagent_epp.scheduling.policies import admission_rules
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.rules import AdmissionRules
@@ -32,6 +32,8 @@ class Observed(NamedTuple):
     """A decision of a policy, for those who watch: resumes, pauses and marks of programs."""
 
     time: float
+    pod: int | None
+    """The pod it is about; None where the decision leaves it open."""
     decision: Decision
 
 
@@ -326,8 +328,9 @@ class ProgramAware:
                     dispatches.append(self._place(turn, worker))
                 case Reject():
                     raise RuntimeError(f"{decision.request}: {decision.reason}; raise max_tracked_requests")
-                case _ if self._observe is not None:
-                    self._observe(Observed(now, decision))
+                case Resume() | Pause() | Mark() if self._observe is not None:
+                    pod = None if decision.worker is None else self._pods[decision.worker]
+                    self._observe(Observed(now, pod, decision))
         return dispatches
 
     def _place(self, turn: Turn, target: WorkerRank | None) -> Dispatch:

@@ -33,14 +33,14 @@ class Service(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step_seconds: Cost = Field(0.0048, description="Seconds of every step, whatever it does.")
-    prefill_token_seconds: Cost = Field(8.0e-6, description="Seconds for each prompt token.")
-    attention_seconds: Cost = Field(0.49e-9, description="Seconds for each prompt token and token before it.")
-    decode_sequence_seconds: Cost = Field(0.56e-3, description="Seconds for each decoding turn.")
-    decode_context_seconds: Cost = Field(11.6e-9, description="Seconds for each token of decoding turns' contexts.")
+    prefill_token_seconds: Cost = Field(7.44e-6, description="Seconds for each prompt token.")
+    attention_seconds: Cost = Field(0.456e-9, description="Seconds for each prompt token and token before it.")
+    decode_sequence_seconds: Cost = Field(0.58e-3, description="Seconds for each decoding turn.")
+    decode_context_seconds: Cost = Field(13.5e-9, description="Seconds for each token of decoding turns' contexts.")
     blocks: Count = Field(139_815, description="Blocks of the KV cache.")
     block_size: Count = Field(16, description="Tokens in a block.")
     footprint: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = Field(
-        1.33, description="Tokens of cache that one token of context takes."
+        1.51, description="Tokens of cache that one token of context takes."
     )
     max_batched_tokens: Count = Field(8192, description="Tokens that one step may compute.")
     max_num_seqs: Count = Field(1024, description="Turns that may run at once.")
