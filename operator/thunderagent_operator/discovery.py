@@ -7,7 +7,7 @@ writes in a label or an annotation raises: what cannot be used is ignored and sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -175,26 +175,13 @@ class Overlap:
     pod: str
 
 
-def overlaps(selected: Mapping[str, Collection[str]]) -> dict[str, tuple[Overlap, ...]]:
-    """By policy, the other policies that select a pod it selects. Policies without any are left out.
+def overlaps(pods: Set[str], others: Mapping[str, Set[str]]) -> tuple[Overlap, ...]:
+    """The policies among ``others`` that make workers of some of the same pods, by name.
 
-    ``selected`` are the pods (``namespace/name``) that each policy (``namespace/name``) makes workers of.
+    ``pods`` and ``others`` are the names of pods of one namespace, ``others`` by policy (``namespace/name``).
     """
-    policies_of: dict[str, list[str]] = {}
-    for policy in sorted(selected):
-        for pod in selected[policy]:
-            policies_of.setdefault(pod, []).append(policy)
-    shared: dict[tuple[str, str], list[str]] = {}
-    for pod, policies in policies_of.items():
-        if len(policies) > 1:
-            for one in policies:
-                for other in policies:
-                    if one != other:
-                        shared.setdefault((one, other), []).append(pod)
-    found: dict[str, tuple[Overlap, ...]] = {}
-    for (one, other), pods in sorted(shared.items()):
-        found[one] = (*found.get(one, ()), Overlap(other, len(pods), min(pods)))
-    return found
+    shared = ((policy, pods & theirs) for policy, theirs in sorted(others.items()))
+    return tuple(Overlap(policy, len(both), min(both)) for policy, both in shared if both)
 
 
 def _mapping(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
@@ -111,7 +111,7 @@ class Reconciler:
             Findings(
                 generation=policy.body["metadata"].get("generation"),
                 problem=policy.problem,
-                overlaps=tuple(self._overlaps(policy)),
+                overlaps=self._overlaps(policy),
                 notes=[note for _, pod in sorted(policy.pods.items()) for note in pod.problems],
                 workers=workers,
                 trouble=trouble,
@@ -161,11 +161,8 @@ class Reconciler:
         del self._first_seen[policy.name]
         return True
 
-    def _overlaps(self, policy: Policy) -> Iterator[Overlap]:
-        selected = {policy.name: policy.pods.keys()} | {
-            other.name: other.pods.keys() for other in self._cluster.sharing(policy)
-        }
-        return iter(overlaps(selected).get(policy.name, ()))
+    def _overlaps(self, policy: Policy) -> tuple[Overlap, ...]:
+        return overlaps(policy.pods.keys(), {other.name: other.pods.keys() for other in self._cluster.sharing(policy)})
 
 
 def _disaggregation(spec: PolicySpec) -> Disaggregation | None:
