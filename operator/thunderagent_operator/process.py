@@ -87,7 +87,7 @@ async def operate(options: OperatorOptions) -> None:
                 client,
                 options.lease_namespace or own_namespace(),
                 options.lease_name,
-                options.identity or f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid4().hex[:8]}",
+                options.identity or own_identity(),
                 won=operator.lead,
                 lost=operator.follow,
             )
@@ -215,6 +215,11 @@ class Operator:
 
     def _ready(self) -> str | None:
         return None if self._census.complete else "the first lists are not complete"
+
+
+def own_identity() -> str:
+    """Who holds the Lease. In a pod its name: a container that is restarted leads at once, as it did before."""
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid4().hex[:8]}"
 
 
 def own_namespace() -> str:
