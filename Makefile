@@ -48,10 +48,13 @@ proto: install ## Generate the capacity feed's code from its .proto
 chart: install ## Generate what the charts have from the code: schema of the values, Envoy's configuration, CRD
 	$(BIN)/python charts/chart_files.py
 
-lock: install ## Renew the locked dependencies
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+  --no-emit-package thunderagent-epp --custom-compile-command "make lock"
+lock: install ## Renew the locked dependencies: of everything, of the image, of its wheel
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-package thunderagent-epp \
-	  --all-extras pyproject.toml --group build --output-file requirements-dev.lock --custom-compile-command "make lock"
+	$(COMPILE) --all-extras pyproject.toml --group build --output-file requirements-dev.lock
+	$(COMPILE) --extra operator pyproject.toml --constraint requirements-dev.lock --output-file requirements.lock
+	$(COMPILE) --group build --constraint requirements-dev.lock --output-file requirements-build.lock
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache bench/results

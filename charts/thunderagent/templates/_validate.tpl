@@ -81,14 +81,20 @@ version is found here, by comparing the two, and named with what to run.
 {{- end -}}
 {{- end -}}
 
+{{/* Fields, and values of an enumeration, that a schema wants and another has not. */}}
 {{- define "thunderagent.missingFields" -}}
 {{- $path := .path -}}
 {{- $have := default dict .have.properties -}}
+{{- $values := default list .have.enum -}}
+{{- range default list .want.enum -}}
+  {{- if not (has . $values) -}}{{- printf " %s=%v" (trimPrefix "." $path) . -}}{{- end -}}
+{{- end -}}
 {{- range $name, $field := default dict .want.properties -}}
-  {{- if not (hasKey $have $name) -}}
-    {{- printf " %s" (printf "%s.%s" $path $name | trimPrefix ".") -}}
+  {{- $at := printf "%s.%s" $path $name -}}
+  {{- if hasKey $have $name -}}
+    {{- include "thunderagent.missingFields" (dict "want" $field "have" (get $have $name) "path" $at) -}}
   {{- else -}}
-    {{- include "thunderagent.missingFields" (dict "want" $field "have" (get $have $name) "path" (printf "%s.%s" $path $name)) -}}
+    {{- printf " %s" (trimPrefix "." $at) -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
