@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from thunderagent_sim.worker_role import WorkerRole
+
 DEFAULT_CAPACITY_TOKENS = 65536
 
 
@@ -41,6 +43,13 @@ def simulate_worker(
     startup_delay: Annotated[
         float, typer.Option(min=0, help="Seconds it listens before it is healthy and knows its capacity.")
     ] = 0.0,
+    role: Annotated[
+        WorkerRole | None,
+        typer.Option(
+            help="Run one leg of disaggregated serving; decode asks the worker in x-prefiller-host-port for the other.",
+            show_default="both, by itself",
+        ),
+    ] = None,
     step: Annotated[float, typer.Option(help="Seconds between two pieces of a streamed answer.")] = 0.02,
 ) -> None:
     """Run a simulated inference worker: vLLM's interface, a KV cache with prefix reuse, no GPU.
@@ -73,6 +82,7 @@ def simulate_worker(
             model=model,
             startup_delay_seconds=startup_delay,
             step_seconds=step,
+            role=role,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -7,6 +7,7 @@ do not depend on how often `advance` is called, except that what frees room is n
   prompt fit. One waiting sequence that does not fit holds up those behind it.
 * Prefill is one lane: sequences are computed one after the other at ``prefill_tokens_per_second``, only the tokens
   that are not in the cache, and at least one. The end of a prefill is the first token.
+* Of a sequence whose cache another worker computed (``transferred``) only the last token of the prompt is computed.
 * Then each sequence decodes at ``decode_tokens_per_second``, all at once and undisturbed by prefill.
 * A decode that finds no block preempts the youngest running sequence, which goes back to the head of the queue and
   is computed again, as far as its blocks have been evicted meanwhile.
@@ -80,8 +81,9 @@ class SequenceState(Enum):
 class Sequence:
     """One request in the engine; others only read it. Times are the engine's, in seconds.
 
-    ``context`` holds the prompt's tokens and those generated so far. ``cached_tokens`` is how many of the prompt
-    were found in the cache when it was first admitted. ``finish_reason`` is what will be said when it finishes.
+    ``context`` holds the prompt's tokens and those generated so far. ``cached_tokens`` is how many of the prompt need
+    not be computed when it is first admitted: found in the cache, or transferred. ``finish_reason`` is what will be
+    said when it finishes.
     """
 
     context: bytearray
@@ -93,6 +95,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     generated_tokens: int = 0
     cached_tokens: int = 0
+    transferred_tokens: int = 0
+    """Of the prompt, those whose cache comes from another worker; lost in a preemption."""
     first_token_at: float | None = None
     finished_at: float | None = None
     keys: list[int] = field(default_factory=list)
@@ -119,6 +123,10 @@ class EngineCounters:
     generation: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external_queries: int = 0
+    """Of prompts for which another worker was asked."""
+    external_hits: int = 0
+    """Of these, what came from it and was not in the cache anyway."""
     preemptions: int = 0
     finished_requests: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
 
@@ -150,8 +158,18 @@ class Engine:
         """True when there is nothing to advance."""
         return not self._running and not self._waiting
 
-    def submit(self, prompt: bytes, max_tokens: int, finish_reason: FinishReason, now: float) -> Sequence:
+    def submit(
+        self,
+        prompt: bytes,
+        max_tokens: int,
+        finish_reason: FinishReason,
+        now: float,
+        *,
+        transferred: bool | None = None,
+    ) -> Sequence:
         """Take a request of at least one token of ``prompt`` and answer it with ``max_tokens`` ≥ 1 tokens.
+
+        ``transferred``: whether the prompt's cache comes from another worker; None: no other was asked for it.
 
         Raises ValueError when both together exceed the context limit: such a sequence could never run.
         """
@@ -167,7 +185,10 @@ class Engine:
             finish_reason=finish_reason,
             arrived_at=now,
             answer_seed=tokens.answer_seed(prompt),
+            transferred_tokens=prompt_tokens - 1 if transferred else 0,
         )
+        if transferred is not None:
+            self.counters.external_queries += prompt_tokens
         tokens.chain_keys(sequence.keys, sequence.context, self.options.block_size)
         self._waiting.append(sequence)
         self._admit(now)
@@ -212,9 +233,11 @@ class Engine:
             sequence.state = SequenceState.PREFILL
             sequence.table = table
             if sequence.admitted_at is None:
-                sequence.cached_tokens = table.reused * block_size
+                found_tokens = table.reused * block_size
+                sequence.cached_tokens = max(found_tokens, sequence.transferred_tokens)
                 self.counters.prefix_queries += sequence.prompt_tokens
-                self.counters.prefix_hits += sequence.cached_tokens
+                self.counters.prefix_hits += found_tokens
+                self.counters.external_hits += sequence.cached_tokens - found_tokens
             sequence.admitted_at = now
             sequence.prefill_began_at = None
 
@@ -226,11 +249,11 @@ class Engine:
             if sequence.prefill_began_at is None:
                 sequence.prefill_began_at = max(self._prefill_free_at, sequence.admitted_at)
             context_tokens = tokens.count(sequence.context)
-            reused_tokens = sequence.table.reused * self.options.block_size
+            there_tokens = max(sequence.table.reused * self.options.block_size, sequence.transferred_tokens)
             rate = self.options.prefill_tokens_per_second
-            done_at = sequence.prefill_began_at + (context_tokens - reused_tokens) / rate
+            done_at = sequence.prefill_began_at + (context_tokens - there_tokens) / rate
             if done_at > now:
-                computed = reused_tokens + int(max(now - sequence.prefill_began_at, 0.0) * rate)
+                computed = there_tokens + int(max(now - sequence.prefill_began_at, 0.0) * rate)
                 self._commit(sequence, computed)
                 return
             self._prefilling.popleft()
@@ -277,6 +300,7 @@ class Engine:
     def _preempt(self, sequence: Sequence, now: float) -> None:
         self._stop_running(sequence, now)
         sequence.state = SequenceState.WAITING
+        sequence.transferred_tokens = 0
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
 

@@ -90,9 +90,11 @@ class EngineLoop:
         self._generations: dict[Sequence, Generation] = {}
 
     @contextmanager
-    def generate(self, prompt: bytes, max_tokens: int, finish_reason: FinishReason) -> Iterator[Generation]:
+    def generate(
+        self, prompt: bytes, max_tokens: int, finish_reason: FinishReason, *, transferred: bool | None = None
+    ) -> Iterator[Generation]:
         """Put a request into the engine for as long as the scope lasts. Raises ValueError as `Engine.submit` does."""
-        sequence = self.engine.submit(prompt, max_tokens, finish_reason, self._clock.time())
+        sequence = self.engine.submit(prompt, max_tokens, finish_reason, self._clock.time(), transferred=transferred)
         generation = self._generations[sequence] = Generation(sequence)
         self._work.set()
         try:

@@ -81,6 +81,18 @@ class VllmMetrics(Collector):
             "Prefix cache hits, in terms of number of cached tokens.",
             counters.prefix_hits,
         )
+        yield self._counter(
+            "external_prefix_cache_queries",
+            "External prefix cache queries from KV connector cross-instance cache sharing, in terms of number of "
+            "queried tokens.",
+            counters.external_queries,
+        )
+        yield self._counter(
+            "external_prefix_cache_hits",
+            "External prefix cache hits from KV connector cross-instance cache sharing, in terms of number of cached "
+            "tokens.",
+            counters.external_hits,
+        )
         yield self._counter("num_preemptions", "Cumulative number of preemption from the engine.", counters.preemptions)
         yield self._counter("prompt_tokens", "Number of prefill tokens processed.", counters.prompt)
         yield self._counter("generation_tokens", "Number of generation tokens processed.", counters.generation)

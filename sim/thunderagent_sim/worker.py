@@ -4,7 +4,8 @@
 shell only: it reads a body with one of the API modules, has the engine loop generate, and writes what the call's
 shape says. As long as a handler runs its sequence is in the engine; a client that leaves cancels the handler.
 
-An answer's headers go out with its first token, so they mean that prefill is over.
+An answer's headers go out with its first token, so they mean that prefill is over. With a role a worker runs one leg of
+a disaggregated turn (`prefill_handoff.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import asyncio
 import contextlib
 import signal
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -24,7 +27,14 @@ from thunderagent_sim import anthropic_api, openai_api, responses_api
 from thunderagent_sim.answers import AnswerShape, ApiError, Call, Json, Usage
 from thunderagent_sim.engine import Engine, EngineOptions
 from thunderagent_sim.engine_loop import Clock, EngineLoop, Generation, LoopClock
+from thunderagent_sim.prefill_handoff import (
+    PREFILLER_HEADER,
+    is_for_another,
+    kept_cache,
+    remote_prefill,
+)
 from thunderagent_sim.vllm_metrics import VllmMetrics
+from thunderagent_sim.worker_role import WorkerRole
 
 VLLM_VERSION = "0.26.0"
 """The release whose interface this is; `/version` says so, as probes ask for it."""
@@ -42,7 +52,8 @@ class WorkerOptions:
 
     ``port`` 0 takes a free one. ``startup_delay_seconds``: how long it listens, as if loading a model, before it is
     healthy, knows its capacity and answers. ``step_seconds``: how often tokens are sent; a fast answer sends several
-    at once. Raises ValueError naming the option that is out of range.
+    at once. ``role`` None: it does prefill and decode, and hands nothing over.
+    Raises ValueError naming the option that is out of range.
     """
 
     engine: EngineOptions
@@ -51,6 +62,7 @@ class WorkerOptions:
     model: str = "simulated"
     startup_delay_seconds: float = 0.0
     step_seconds: float = 0.02
+    role: WorkerRole | None = None
 
     def __post_init__(self) -> None:
         if self.startup_delay_seconds < 0:
@@ -73,8 +85,10 @@ class SimulatedWorker:
 class _Handlers:
     """The routes of one worker."""
 
-    def __init__(self, options: WorkerOptions, engine: Engine, clock: Clock) -> None:
+    def __init__(self, options: WorkerOptions, engine: Engine, clock: Clock, prefillers: aiohttp.ClientSession) -> None:
         self._options = options
+        self._prefillers = prefillers
+        self._engine_id = str(uuid.uuid4())
         self._clock = clock
         self._ready_at = clock.time() + options.startup_delay_seconds
         self._created = int(time.time())
@@ -115,19 +129,33 @@ class _Handlers:
     def _generating(self, read: ReadCall) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             self._require_ready()
-            call, shape = read(await request.read(), self._options.model)
+            body = await request.read()
+            call, shape = read(body, self._options.model)
             if call.model is not None and call.model != self._options.model:
                 raise ApiError(
                     HTTPStatus.NOT_FOUND, f"The model `{call.model}` does not exist.", "NotFoundError", "model"
                 )
             answer_tokens = call.answer_tokens(self._options.engine.context_limit_tokens)
-            with self.loop.generate(call.prompt, answer_tokens, call.finish_reason) as generation:
+            transferred = await self._prefilled_elsewhere(request, body)
+            generating = self.loop.generate(call.prompt, answer_tokens, call.finish_reason, transferred=transferred)
+            with generating as generation:
                 if call.stream:
                     return await _stream(request, generation, shape)
                 await generation.finished()
-                return _json(shape.whole(generation.sequence.answer.decode(), _usage(generation)))
+                answer = shape.whole(generation.sequence.answer.decode(), _usage(generation))
+            if self._options.role is WorkerRole.PREFILL and is_for_another(body):
+                blocks = -(-generation.sequence.prompt_tokens // self._options.engine.block_size)
+                answer["kv_transfer_params"] = kept_cache(self._engine_id, self._options.host, blocks)
+            return _json(answer)
 
         return handle
+
+    async def _prefilled_elsewhere(self, request: web.Request, body: bytes) -> bool | None:
+        """Whether another worker did the prefill; None where none was named."""
+        prefiller = request.headers.get(PREFILLER_HEADER)
+        if self._options.role is not WorkerRole.DECODE or prefiller is None:
+            return None
+        return await remote_prefill(self._prefillers, prefiller, request.path, body)
 
     def _require_ready(self) -> None:
         if not self._ready:
@@ -194,7 +222,11 @@ async def running_worker(options: WorkerOptions, clock: Clock | None = None) -> 
     """
     engine = Engine(options.engine)
     worker = SimulatedWorker(options, engine)
-    handlers = _Handlers(options, engine, clock or LoopClock())
+    # A prefill may take as long as it takes; that its worker is gone shows in the connection.
+    prefillers = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
+    )
+    handlers = _Handlers(options, engine, clock or LoopClock(), prefillers)
     runner = web.AppRunner(
         handlers.application(),
         handler_cancellation=True,
@@ -212,6 +244,7 @@ async def running_worker(options: WorkerOptions, clock: Clock | None = None) -> 
         yield worker
     finally:
         await runner.cleanup()
+        await prefillers.close()
         engine_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine_task
@@ -238,6 +271,7 @@ async def run_worker(options: WorkerOptions, announce: Callable[[str], None]) ->
             loop.add_signal_handler(number, stop)
         announce(
             f"simulated worker listening on {worker.url} "
-            f"(model {options.model}, {options.engine.capacity_tokens} tokens of KV cache)"
+            f"(model {options.model}, {options.engine.capacity_tokens} tokens of KV cache"
+            f"{'' if options.role is None else f', {options.role} only'})"
         )
         await worker.finished

@@ -39,8 +39,8 @@ def called(monkeypatch: pytest.MonkeyPatch, engine: Engine, method: str) -> asyn
     """Set as soon as the engine's method has been called."""
     event, original = asyncio.Event(), getattr(engine, method)
 
-    def call(*arguments: object) -> object:
-        result = original(*arguments)
+    def call(*arguments: object, **named: object) -> object:
+        result = original(*arguments, **named)
         event.set()
         return result
 
