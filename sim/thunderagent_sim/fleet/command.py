@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from thunderagent_sim.fleet.workload import Workload
 
 WARMUP_MINUTES: Final = 10.0
+_PIPE_WIDTH: Final = 100
 BUILT_IN_ENGINE: Final = "fitted"
 
 
@@ -217,7 +218,9 @@ def _show(outcomes: Sequence[Outcome], scenario: Scenario, workload: str, out: P
     if json:
         typer.echo(dumps(as_json(outcomes)))
     else:
-        Console().print(table(outcomes, scenario, workload))
+        console = Console()
+        # A file or a pipe has no width of its own.
+        console.print(table(outcomes, scenario, workload), width=None if console.is_terminal else _PIPE_WIDTH)
     if out is None:
         return
     from thunderagent_sim.fleet.plots import draw_all

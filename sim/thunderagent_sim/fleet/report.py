@@ -84,9 +84,7 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario, workload: str) -> Tab
     """One line for each run; throughput against the baseline's where that was run."""
     counted = f"minutes {scenario.warmup_minutes:g}–{scenario.minutes:g}"
     title = f"{workload} on {scenario.pods} simulated pods, {counted}, seed {scenario.seed}"
-    drawn = Table(
-        title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="times in seconds", title_justify="left"
-    )
+    drawn = Table(title=title, box=box.SIMPLE_HEAD, padding=0, caption="times in seconds", title_justify="left")
     drawn.add_column("per\npod", justify="right", no_wrap=True)
     drawn.add_column("\narm")
     for heading in ("tokens\n/s", f"over\n{BASELINE}", "hit\nrate", "first\np50", "token\np90", "\np99", "\nholds"):

@@ -32,7 +32,9 @@ class Service(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step_seconds: Cost = Field(0.0048, description="Seconds of every step, whatever it does.")
+    step_seconds: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] = Field(
+        0.0048, description="Seconds of every step, whatever it does."
+    )
     prefill_token_seconds: Cost = Field(7.44e-6, description="Seconds for each prompt token.")
     attention_seconds: Cost = Field(0.456e-9, description="Seconds for each prompt token and token before it.")
     decode_sequence_seconds: Cost = Field(0.58e-3, description="Seconds for each decoding turn.")

@@ -45,11 +45,12 @@ class Stage:
 
 STAGES: Final = (
     Stage(0, 14_200, 363, 0.0),
-    Stage(1, 26_900, 363, 0.0384),
+    Stage(1, 27_300, 363, 0.0384),
     Stage(2, 4_350, 684, 0.0384),
     Stage(5, 2_150, 730, 0.0512),
-    Stage(10, 1_380, 773, 0.1002),
-    Stage(20, 1_530, 819, 0.0749),
+    Stage(10, 1_400, 773, 0.1002),
+    Stage(20, 2_300, 819, 0.0715),
+    Stage(26, 960, 819, 0.0715),
 )
 """The table of fleet.md: the shares that end give its requests per row, growth and output its means."""
 
@@ -66,7 +67,7 @@ GAP_SECONDS: Final = Quantiles(
 """From the end of a turn to the next one."""
 
 SCALE: Final = Quantiles(
-    (0, 0.4), (0.1, 0.6), (0.25, 0.76), (0.5, 0.95), (0.75, 1.17), (0.9, 1.43), (0.99, 2.0), (1, 2.4)
+    (0, 0.45), (0.1, 0.65), (0.25, 0.785), (0.5, 0.955), (0.75, 1.14), (0.9, 1.34), (0.99, 1.85), (1, 2.3)
 )  # fmt: skip
 """How much larger than the mean the inputs of one session are."""
 
