@@ -34,6 +34,8 @@ class Roster(Generic[P]):
         self._programs: dict[str, P] = {}
         self._paused: tuple[SortedList[tuple[int, str]], ...] = (SortedList(), SortedList(), SortedList())
         self._deferred: SortedList[tuple[float, str]] = SortedList()
+        self.deferred_tokens = 0
+        """Sizes of the deferred programs together."""
         self._idle: SortedList[tuple[float, str]] = SortedList()
         self.census: Counter[tuple[Status, Lifecycle]] = Counter()
         """How many programs there are of each status and lifecycle."""
@@ -66,6 +68,7 @@ class Roster(Generic[P]):
             self._paused[_group(program)].remove((program.size, program.session))
             if program.deferred_since is not None:
                 self._deferred.remove((program.deferred_since, program.session))
+                self.deferred_tokens -= program.size
         elif program.worker is not None:
             self.ledger.remove(program)
         if program.acting_since is not None:
@@ -78,6 +81,7 @@ class Roster(Generic[P]):
             self._paused[_group(program)].add((program.size, program.session))
             if program.deferred_since is not None:
                 self._deferred.add((program.deferred_since, program.session))
+                self.deferred_tokens += program.size
         elif program.worker is not None:
             self.ledger.add(program)
         if program.acting_since is not None:
@@ -124,6 +128,15 @@ class Roster(Generic[P]):
         """The acting programs of one worker, smallest first; each may be changed when it is reached."""
         account = self.ledger.account(worker)
         return iter(()) if account is None else (self._programs[session] for _, session in list(account.acting))
+
+    @property
+    def deferred_count(self) -> int:
+        """How many paused programs have turns that wait."""
+        return len(self._deferred)
+
+    def least_deferred_tokens(self) -> int:
+        """A size that no deferred program is smaller than."""
+        return min((group[0][0] for group in (self._paused[CONTINUING], self._paused[NEW]) if group), default=0)
 
     def deferred(self) -> list[P]:
         """Paused programs whose turns wait, longest first."""

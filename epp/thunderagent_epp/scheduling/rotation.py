@@ -36,7 +36,7 @@ has changed. Pure, single-threaded and deterministic like `classifier.py`, whose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import floor
 
@@ -289,20 +289,27 @@ class Rotation(AdmissionRules[RotatingProgram]):
 
     def _admit(self, now: float) -> Iterator[Decision]:
         """Let in who fits, longest waiter first, and make room for those whose time has come."""
-        waiting = self._roster.deferred()
-        if not waiting:
+        if not self._roster.deferred_count:
             return
         usable = self._snapshot.usable
         for gone in self._reserved.keys() - usable.keys():
             del self._reserved[gone]
         if not usable:
             if self._snapshot.live:
-                for program in waiting:
+                for program in self._roster.deferred():
                     yield from self._bring_in(program, None, now, forced=False)
             return
-        hold_seconds = self._hold_seconds(waiting)
-        free = {worker: self._free(worker) for worker in usable}
-        for program in waiting:
+        hold_seconds = self._hold_seconds()
+        while self._roster.deferred_count:
+            went = list(self._admit_once(now, hold_seconds))
+            yield from went
+            # One that goes leaves its reservation to others, which may then find room.
+            if not any(isinstance(decision, Release) for decision in went):
+                return
+
+    def _admit_once(self, now: float, hold_seconds: float) -> Iterator[Decision]:
+        free = {worker: self._free(worker) for worker in self._snapshot.usable}
+        for program in self._who_may_go(free):
             worker = self._fitting(program, free)
             if worker is None:
                 worker = self._reserve(program)
@@ -317,11 +324,22 @@ class Rotation(AdmissionRules[RotatingProgram]):
             yield from self._bring_in(program, worker, now, forced=False)
             free[worker] = self._free(worker)
 
-    def _hold_seconds(self, waiting: Iterable[RotatingProgram]) -> float:
+    def _who_may_go(self, free: Mapping[WorkerRank, int]) -> list[RotatingProgram]:
+        """The waiting programs worth a look, longest waiter first.
+
+        With every worker reserved and less room than the smallest of them takes, only those with a reservation can
+        go; that is the usual case under load, and then the length of the queue costs nothing.
+        """
+        least = self._roster.least_deferred_tokens() + self._policy.buffer_per_program
+        if len(self._reserved) < len(free) or max(free.values()) >= least:
+            return self._roster.deferred()
+        holders = (self._roster.get(session) for session in self._reserved.values())
+        return sorted((holder for holder in holders if holder is not None), key=_longest_deferred)
+
+    def _hold_seconds(self) -> float:
         """How long a program waits before others have to make room for it: H of the theory."""
-        tokens = sum(program.size for program in waiting)
         rate = len(self._snapshot.usable) * self._policy.prefill_tokens_per_second
-        return tokens / (rate * self._policy.hold_budget)
+        return self._roster.deferred_tokens / (rate * self._policy.hold_budget)
 
     def _room(self, worker: WorkerRank) -> int:
         """Tokens that may still be charged to a worker; below 0 where it holds more than programs are let in for."""
@@ -434,6 +452,11 @@ def _charged_in_full(policy: AdmissionPolicy) -> AdmissionPolicy:
 def _pin(program: RotatingProgram) -> WorkerRank | None:
     """The only worker a waiting program may be charged to; None leaves it to the rules."""
     return next((turn.pinned for turn in program.turns.values() if turn.pinned is not None), None)
+
+
+def _longest_deferred(program: RotatingProgram) -> tuple[float, str]:
+    assert program.deferred_since is not None
+    return program.deferred_since, program.session
 
 
 def _longest_placed(program: RotatingProgram) -> tuple[float, str]:
