@@ -9,7 +9,6 @@ is watched: the kinds whose CRDs are there, and the pods that the policies selec
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
@@ -60,7 +59,7 @@ class Census:
 
     def listed_age_seconds(self) -> float | None:
         """Time since the API last answered all lists; None before the first time."""
-        return None if self._listed_at is None else time.monotonic() - self._listed_at
+        return None if self._listed_at is None else asyncio.get_running_loop().time() - self._listed_at
 
     def soon(self) -> None:
         """List again without waiting for the minute."""
@@ -86,8 +85,9 @@ class Census:
 
     async def _rest(self) -> None:
         """Wait for the next minute, or until there is reason to look sooner."""
-        began = time.monotonic()
-        while not self._wanted.is_set() and time.monotonic() - began < INTERVAL_SECONDS:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while not self._wanted.is_set() and clock() - began < INTERVAL_SECONDS:
             if POOLS not in self._watches.kinds and self._cluster.lacks_pools():
                 await asyncio.sleep(LOOKED_FOR_SECONDS)
                 return
@@ -111,11 +111,11 @@ class Census:
             await self._watches.select(selectors)
         if selectors:
             missing += await self._compare(PODS, self._watches.pod_filter)
-        self._listed_at = time.monotonic()
+        self._listed_at = asyncio.get_running_loop().time()
         return missing
 
     async def _compare(self, kind: Kind, label_selector: str) -> int:
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         names: dict[str, str] = {}
         for namespace in self._namespaces:
             names |= await self._api.names(kind, namespace, label_selector)

@@ -8,7 +8,6 @@ snapshots ready. Writing statuses is the leader's alone.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -57,7 +56,7 @@ class Reconciler:
         self._settled.set()
         self._probed: dict[str, set[WorkerRank]] = {}
         self._first_seen: dict[str, float] = {}
-        """When the pods of a policy without a snapshot were known, on the monotonic clock."""
+        """When the pods of a policy without a snapshot were known, in the loop's time."""
 
     def due(self, policy: str) -> None:
         """Look at a policy again, soon."""
@@ -146,17 +145,18 @@ class Reconciler:
         """Whether enough is known; a policy that has a snapshot is always brought up to date."""
         if isinstance(self._feed.standing(policy.name), Published):
             return True
+        loop = asyncio.get_running_loop()
         if not self._pods_are_known(policy):
-            self._first_seen[policy.name] = time.monotonic()
+            self._first_seen[policy.name] = loop.time()
             return False
-        waited = time.monotonic() - self._first_seen.setdefault(policy.name, time.monotonic())
+        waited = loop.time() - self._first_seen.setdefault(policy.name, loop.time())
         probed = self._probed.get(policy.name, set())
         silent = any(
             worker.live and worker.id in probed and worker.capacity_tokens is None and worker not in trouble
             for worker in workers
         )
         if silent and waited < FIRST_PROBES_SECONDS:
-            asyncio.get_running_loop().call_later(FIRST_PROBES_SECONDS - waited, self.due, policy.name)
+            loop.call_later(FIRST_PROBES_SECONDS - waited, self.due, policy.name)
             return False
         del self._first_seen[policy.name]
         return True

@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from thunderagent_epp.telemetry import logs
 from thunderagent_operator.api import Api, ApiError
-from thunderagent_operator.cluster import Cluster
+from thunderagent_operator.cluster import Body, Cluster, Policy
 from thunderagent_operator.conditions import Findings, changed, is_bad, policy_status
 from thunderagent_operator.status import Condition, PolicyStatus
 
@@ -25,7 +26,16 @@ log = logs.logger("operator")
 PATCH_SECONDS: Final = 1.0
 """Between two patches of one policy (kubernetes.md)."""
 FAILED_SECONDS: Final = 2.0
+SEEN_SECONDS: Final = 5.0
+"""What was written so long ago the watch has shown: what it shows now is what is there."""
 CONCURRENCY: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    uid: str
+    status: dict[str, Any]
+    at: float
 
 
 class StatusWriter:
@@ -35,8 +45,8 @@ class StatusWriter:
         self._api = api
         self._cluster = cluster
         self._findings: dict[str, Findings] = {}
-        self._written: dict[str, dict[str, Any]] = {}
-        """What this leader has written."""
+        self._written: dict[str, _Written] = {}
+        """What this leader has written last."""
         self._not_before: dict[str, float] = {}
         self._due: set[str] = set()
         self._woken = asyncio.Event()
@@ -66,8 +76,9 @@ class StatusWriter:
 
     async def run(self) -> None:
         """Write what is due until cancelled."""
+        clock = asyncio.get_running_loop().time
         while True:
-            now = time.monotonic()
+            now = clock()
             ready = [policy for policy in sorted(self._due) if self._not_before.get(policy, 0) <= now]
             self._due.difference_update(ready)
             for start in range(0, len(ready), CONCURRENCY):
@@ -75,7 +86,7 @@ class StatusWriter:
             self._woken.clear()
             later = [self._not_before.get(policy, 0.0) for policy in self._due]
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, min(later) - time.monotonic()) if later else None):
+                async with asyncio.timeout(max(0.0, min(later) - clock()) if later else None):
                     await self._woken.wait()
             if later:
                 # What is woken for may be due no sooner than what is waited for: at most one look per tenth.
@@ -85,29 +96,46 @@ class StatusWriter:
         known, found = self._cluster.policies.get(policy), self._findings.get(policy)
         if known is None or found is None or not self._leading:
             return
-        before = self._written.get(policy) or known.body.get("status") or {}
+        before = self._before(policy, known.body)
         conditions = _conditions(before)
         status = policy_status(found, conditions, time.time())
         after = status.to_json()
         if after == before:
             return
         namespace, _, name = policy.partition("/")
-        self._not_before[policy] = time.monotonic() + PATCH_SECONDS
+        clock = asyncio.get_running_loop().time
+        self._not_before[policy] = clock() + PATCH_SECONDS
         try:
             await self._api.patch_status(namespace, name, after)
-            self._written[policy] = after
-            for condition in changed(conditions, status.conditions):
+        except ApiError as error:
+            self.failures += 1
+            log.warning("status could not be written; it is tried again", policy=policy, problem=_text(error))
+            self._not_before[policy] = clock() + FAILED_SECONDS
+            self._due.add(policy)
+            return
+        self._written[policy] = _Written(known.body["metadata"]["uid"], after, clock())
+        await self._record(known, changed(conditions, status.conditions))
+
+    def _before(self, policy: str, body: Body) -> Mapping[str, Any]:
+        """The status that is there: what was written just now, which the watch need not have shown yet."""
+        written, now = self._written.get(policy), asyncio.get_running_loop().time()
+        if written is not None and written.uid == body["metadata"]["uid"] and now - written.at < SEEN_SECONDS:
+            return written.status
+        return body.get("status") or {}
+
+    async def _record(self, policy: Policy, conditions: Sequence[Condition]) -> None:
+        """Record an event for each of these; what the API does not take is lost, the status says it too."""
+        try:
+            for condition in conditions:
                 await self._api.event(
-                    known.body,
+                    policy.body,
                     reason=condition.reason,
                     message=f"{condition.type} is {condition.status}: {condition.message}",
                     warning=is_bad(condition),
                 )
         except ApiError as error:
             self.failures += 1
-            log.warning("status could not be written; it is tried again", policy=policy, problem=_text(error))
-            self._not_before[policy] = time.monotonic() + FAILED_SECONDS
-            self._due.add(policy)
+            log.warning("event could not be recorded", policy=policy.name, problem=_text(error))
 
 
 def _conditions(status: Mapping[str, Any]) -> Sequence[Condition]:
