@@ -12,8 +12,9 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
+from thunderagent_epp.feed.problems import problems, shown
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, State
 from thunderagent_epp.scheduling.policies import admission_rules
@@ -23,7 +24,16 @@ from thunderagent_epp.scheduling.rules import AdmissionRules
 Count = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, strict=True)]
-Moment = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _moment(given: object) -> int | float:
+    # Not a union of int and float: its faults are told in terms of one of the two.
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise ValueError(f"must be a number of seconds, not {shown(given)}")
+    return given
+
+
+Moment = Annotated[int | float, PlainValidator(_moment, json_schema_input_type=float)]
 
 
 class TraceError(ValueError):
@@ -138,29 +148,43 @@ def replay(lines: Iterable[str | bytes]) -> Iterator[str]:
 def _read(line: str | bytes) -> _Event:
     try:
         record = msgspec.json.decode(line)
+        if not isinstance(record, dict):
+            raise TraceError("not a JSON object")
+        # msgspec says in better words what is no JSON, and keeps the last of two members with one name.
+        json.loads(line, object_pairs_hook=_refuse_twice)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"not a JSON object: {error}") from None
-    if not isinstance(record, dict):
-        raise TraceError("not a JSON object")
-    kind = record.pop("event", None)
+    except RecursionError:
+        raise TraceError("nested too deeply") from None
+    if "event" not in record:
+        raise TraceError(f"event: is required: one of {', '.join(_EVENTS)}")
+    kind = record.pop("event")
     model = _EVENTS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        raise TraceError(f"event: must be one of {', '.join(_EVENTS)}, not {json.dumps(kind)}")
+        raise TraceError(f"event: must be one of {', '.join(_EVENTS)}, not {shown(kind)}")
     try:
         return model.model_validate(record)
     except ValidationError as error:
-        raise TraceError(_first_problem(error)) from None
+        raise TraceError(str(problems(error, model, record)[0])) from None
+
+
+def _refuse_twice(members: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in members]
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise TraceError(f"{twice}: is there twice")
 
 
 def _policy(event: _Policy) -> AdmissionPolicy:
     if event.policy is None and event.parameters is None:
-        raise TraceError("parameters: Field required")
+        raise TraceError("parameters: is required")
     given = (event.parameters or {}) | ({} if event.policy is None else {"policy": event.policy})
     try:
         return AdmissionPolicy.from_parameters(given)
     except ValidationError as error:
-        problem = _first_problem(error)
-        raise TraceError(problem if problem.startswith("policy:") else f"parameters.{problem}") from None
+        problem = problems(error, AdmissionPolicy, given, by_alias=False)[0]
+        at = "" if event.policy is not None and problem.path == ("policy",) else "parameters."
+        raise TraceError(f"{at}{problem}") from None
 
 
 def _rules(policy: AdmissionPolicy) -> AdmissionRules[Any]:
@@ -168,13 +192,6 @@ def _rules(policy: AdmissionPolicy) -> AdmissionRules[Any]:
     if rules is None:
         raise TraceError("policy: Disabled decides nothing that could be replayed")
     return rules
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in problem["loc"] if part not in ("int", "float"))
-    text = "unknown field" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
-    return f"{field}: {text}"
 
 
 def _apply(rules: AdmissionRules[Any], event: _Event, now: float) -> Iterable[Decision | State]:

@@ -45,15 +45,15 @@ def field_name(path: FieldPath) -> str:
     return "".join(steps).removeprefix(".")
 
 
-def problems(error: ValidationError, model: type[BaseModel], given: object) -> list[Problem]:
-    """Word every fault pydantic found in ``given``, which was validated by alias as a ``model``."""
-    return [_problem(details, model, given) for details in error.errors(include_url=False)]
+def problems(error: ValidationError, model: type[BaseModel], given: object, *, by_alias: bool = True) -> list[Problem]:
+    """Word every fault pydantic found in ``given``, which was validated as a ``model``, by alias or by name."""
+    return [_problem(details, model, given, by_alias) for details in error.errors(include_url=False)]
 
 
-def _problem(details: ErrorDetails, model: type[BaseModel], given: object) -> Problem:
+def _problem(details: ErrorDetails, model: type[BaseModel], given: object, by_alias: bool) -> Problem:
     written: FieldPath = details["loc"]
-    path = written if details["type"] == "extra_forbidden" else _as_written(written, model)
-    schema = _schema(model)
+    path = _as_written(written, model) if by_alias and details["type"] != "extra_forbidden" else written
+    schema = _schema(model, by_alias)
     if details["type"] != "value_error":
         return Problem(path, _sentence(details, path, schema, given))
     message = str(details["ctx"]["error"])
@@ -97,26 +97,34 @@ def _sentence(details: ErrorDetails, path: FieldPath, schema: Mapping[str, Any],
         case "extra_forbidden":
             return _unknown_field(str(path[-1]), _at(schema, path[:-1]).get("properties", {}))
         case "float_type" | "float_parsing":
-            return f"must be a number, not {_shown(written)}"
+            return f"must be a number, not {shown(written)}"
         case "int_type" | "int_from_float" | "int_parsing":
-            return f"must be a whole number, not {_shown(written)}"
+            return f"must be a whole number, not {shown(written)}"
         case "finite_number":
-            return f"must be a finite number, not {_shown(written)}"
+            return f"must be a finite number, not {shown(written)}"
         case "string_type":
             quote = "; put it in quotes" if isinstance(written, bool | int | float) else ""
-            return f"must be text, not {_shown(written)}{quote}"
+            return f"must be text, not {shown(written)}{quote}"
+        case "bool_type" | "bool_parsing":
+            return f"must be true or false, not {shown(written)}"
         case "list_type" | "tuple_type":
-            return f"must be a list, not {_shown(written)}"
+            return f"must be a list, not {shown(written)}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a mapping of fields, not {_shown(written)}"
+            return f"must be a mapping of fields, not {shown(written)}"
         case "literal_error" | "enum":
-            return f"must be {str(context['expected']).replace(chr(39), '')}, not {_shown(written)}"
+            return f"must be {str(context['expected']).replace(chr(39), '')}, not {shown(written)}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"must be {_bounds(_at(schema, path), context)}, not {_shown(written)}"
+            return f"must be {_bounds(_at(schema, path), context)}, not {shown(written)}"
         case "too_short":
             return f"must have at least {context['min_length']}, not {context['actual_length']}"
         case "too_long":
             return f"must have at most {context['max_length']}, not {context['actual_length']}"
+        case "string_too_short" if context["min_length"] == 1:
+            return "must not be empty"
+        case "string_too_short":
+            return f"must have at least {context['min_length']} characters"
+        case "string_too_long":
+            return f"must have at most {context['max_length']} characters"
         case _:
             return details["msg"].replace("Input should", "must", 1)
 
@@ -136,7 +144,7 @@ def _bounds(schema: Mapping[str, Any], context: Mapping[str, Any]) -> str:
     return next(f"{word} {context[bound]:g}" for bound, word in words.items() if bound in context)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value short enough for a line, as YAML would have it."""
     if value is None:
         return "empty"
@@ -164,8 +172,8 @@ def _lookup(value: object, path: FieldPath) -> object:
 
 
 @cache
-def _schema(model: type[BaseModel]) -> Mapping[str, Any]:
-    return model.model_json_schema(by_alias=True)
+def _schema(model: type[BaseModel], by_alias: bool) -> Mapping[str, Any]:
+    return model.model_json_schema(by_alias=by_alias)
 
 
 def _at(schema: Mapping[str, Any], path: FieldPath) -> Mapping[str, Any]:
