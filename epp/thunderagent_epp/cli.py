@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from thunderagent_epp import __version__
-from thunderagent_epp.options import configure_logs, feed_tls, refuse
+from thunderagent_epp.options import configure_logs, feed_tls, refuse, warn, write_out
 from thunderagent_epp.picker_options import (
     DrainDelay,
     DrainTimeout,
@@ -70,12 +70,13 @@ def replay(
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if str(trace) == "-" else trace.open("rb") as lines:
             for decision in decisions(lines):
-                print(decision)  # noqa: T201
+                write_out(f"{decision}\n", flush=False)
     except TraceError as error:
-        sys.stdout.flush()
+        write_out("")
         refuse(f"{name}: {error}")
     except OSError as error:
         refuse(f"{name}: {error.strerror or error}")
+    write_out("")
 
 
 @app.command()
@@ -201,7 +202,9 @@ def envoy_config(
         )
     except ValueError as error:
         refuse(str(error))
-    typer.echo(renderers[output](bootstrap(options)), nl=False)
+    if picker_ca is not None and not picker_ca.is_file():
+        warn(f"--picker-ca: there is no file {picker_ca} here; Envoy needs it where it runs")
+    write_out(renderers[output](bootstrap(options)))
 
 
 def _host_port(option: str, text: str) -> tuple[str, int]:

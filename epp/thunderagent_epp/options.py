@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 FAILED: Final = 1
 """Exit status of what should have worked: a port that is taken, a part that broke."""
+
+READER_LEFT: Final = 128 + signal.SIGPIPE
+"""Exit status of a command whose output nobody reads any more, as the shell has it."""
 
 BAD_INPUT: Final = 2
 """Exit status of everything that is wrong with what the user gave."""
@@ -29,6 +34,25 @@ def fail(problem: object) -> NoReturn:
     """End the command because something did not work."""
     typer.echo(f"thunderagent: {problem}", err=True)
     raise typer.Exit(FAILED)
+
+
+def warn(remark: str) -> None:
+    """Say what may be wrong, and go on."""
+    typer.echo(f"thunderagent: warning: {remark}", err=True)
+
+
+def write_out(text: str, *, flush: bool = True) -> None:
+    """Write to standard output, or end the command: without a word where its reader has left, as ``head`` does."""
+    try:
+        sys.stdout.write(text)
+        if flush:
+            sys.stdout.flush()
+    except OSError as error:
+        # Python flushes what is left once more when it ends, and would complain in its own way.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(READER_LEFT) from None
+        fail(f"standard output: {error.strerror or error}")
 
 
 def configure_logs(level: str, format_name: str) -> None:
