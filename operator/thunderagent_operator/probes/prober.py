@@ -41,7 +41,7 @@ CONCURRENCY: Final = 32
 RETRY_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 60.0
 INTERVAL_SECONDS_MIN: Final = 0.1
-CONFIRMATIONS_PER_SECOND_MAX: Final = 30.0
+CONFIRMATIONS_PER_SECOND_MAX: Final = 15.0
 """A KV cache does not change its size while its engine runs: asking again only confirms, and may take its time."""
 
 log = logs.logger("operator")

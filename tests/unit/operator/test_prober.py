@@ -341,10 +341,10 @@ def test_thousands_of_workers_are_learnt_at_once_and_confirmed_evenly_and_slowly
         # The prober and this script: no task of a worker's own.
         assert len(asyncio.all_tasks()) == 2
 
-    during(1000, fleet, script)
+    during(2000, fleet, script)
     confirmations = Counter(int(time // 100) for time in fleet.times()[5000:])
-    assert all(count < 3600 for count in confirmations.values())
-    assert all(confirmations[hundred] > 2400 for hundred in range(4, 10))
+    assert all(count < 1800 for count in confirmations.values())
+    assert all(confirmations[hundred] > 1200 for hundred in range(8, 20))
     assert fleet.count("thunderagent_probe_workers") == 5000
 
 
