@@ -54,11 +54,14 @@ RESPONSE_TRAILERS_GO_ON: Final = ProcessingResponse(response_trailers=TrailersRe
 
 
 def header_pairs(message: HttpHeaders) -> Iterator[tuple[str, str]]:
-    """Yield names and values in order; a value is in ``raw_value``, else in ``value``."""
+    """Yield names and values in order; a value is in ``raw_value``, else in ``value``.
+
+    Bytes that are no UTF-8 come as lone surrogates (``surrogateescape``).
+    """
     for header in message.headers.headers:
         raw = header.raw_value
-        # A value that is no UTF-8 is of no use as an identity; replacing keeps it printable everywhere.
-        yield header.key, raw.decode("utf-8", "replace") if raw else header.value
+        # Values of other encodings must stay apart: as identities they are refused, and replacing makes them one.
+        yield header.key, raw.decode("utf-8", "surrogateescape") if raw else header.value
 
 
 def served_endpoint(message: ProcessingRequest) -> str | None:

@@ -126,7 +126,15 @@ def test_a_header_value_is_in_raw_value_else_in_value_and_repeated_headers_stay_
     exchange = Exchange(1000)
     headers = decided(exchange, message, B()).headers
     assert headers.all("x-a") == ("1", "2", "3")
-    assert headers.get("x-b") == "café \ufffd"
+    assert headers.get("x-b") == "café \udcff"
+
+
+def test_different_values_that_are_no_utf8_are_different_values() -> None:
+    message = H([])
+    message.request_headers.headers.headers.add(key="x-a", raw_value=b"\xff\xfe")
+    message.request_headers.headers.headers.add(key="x-a", raw_value=b"\xfe\xff")
+    first, second = decided(Exchange(1000), message, B()).headers.all("x-a")
+    assert first != second
 
 
 def test_headers_only_the_picker_understands_do_not_reach_a_worker() -> None:
