@@ -149,7 +149,7 @@ LONG = "is 257 bytes long, 256 are allowed"
         ({}, b'{"program_id":"a\\u0000"}', "body field program_id holds a control character"),
         ({}, b'{"program_id":7}', "body field program_id must be a string"),
         ({}, b'{"program_id":{}}', "body field program_id must be a string"),
-        ({}, b'{"program_id":"\xff"}', "body field program_id must be a string"),
+        ({}, b'{"program_id":"\xff"}', "the body is not valid UTF-8 (byte 15)"),
         ({}, b'{"extra_body":{"program_id":false}}', "body field extra_body.program_id must be a string"),
     ],
 )
