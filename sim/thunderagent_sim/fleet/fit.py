@@ -20,7 +20,7 @@ from thunderagent_sim.fleet.run import Fleet, Scenario
 from thunderagent_sim.fleet.service import FITTED, Service
 from thunderagent_sim.fleet.workload import CodingAgents
 
-SEEDS: Final = (1, 2, 3)
+SEEDS: Final = (1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True)

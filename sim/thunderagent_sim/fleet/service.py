@@ -42,7 +42,7 @@ class Service(BaseModel):
     blocks: Count = Field(139_815, description="Blocks of the KV cache.")
     block_size: Count = Field(16, description="Tokens in a block.")
     footprint: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = Field(
-        1.51, description="Tokens of cache that one token of context takes."
+        1.485, description="Tokens of cache that one token of context takes."
     )
     max_batched_tokens: Count = Field(8192, description="Tokens that one step may compute.")
     max_num_seqs: Count = Field(1024, description="Turns that may run at once.")
