@@ -156,6 +156,8 @@ async def run(console: Console, *, seconds: float = 60.0, rounds: int = 200) -> 
             f"and run it again with {ASSETS_VARIABLE}=FOLDER"
         )
     logs.configure("error", "console")
+    # What else the machine does shows in every number below.
+    load = os.getloadavg()[0]
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = await asyncio.get_running_loop().create_server(WorkerAnswers, "0.0.0.0", 0, backlog=1024)
@@ -197,6 +199,7 @@ async def run(console: Console, *, seconds: float = 60.0, rounds: int = 200) -> 
         progress.update(task, description="changing pods", total=rounds)
         delays = await change_pods(pods, pickers, writer, rounds)
         result = {
+            "load_average": load,
             "policies": POLICIES,
             "worker_pods": len(pods),
             "fed_seconds": fed,
@@ -234,7 +237,7 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         "", "measured", "target", "",
         title=f"One operator, {result['worker_pods']} worker pods probed over HTTP, {result['policies']} policies, "
-        "each with a picker",
+        f"each with a picker; load average {result['load_average']:.1f} on {os.cpu_count()} cores before it began",
     )  # fmt: skip
     for what, measured, target, unit in rows:
         target_text = "" if target is None else f"< {unit.format(target)}"
