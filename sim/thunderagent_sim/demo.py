@@ -53,7 +53,7 @@ class PhaseResult:
 
     ``turns`` are those answered to their end. The percentiles are over these and the ``unfinished`` ones, which were
     ended when time was up and count with the time they had taken; None where there was no turn at all. ``hit_rate``
-    is the share of prompt tokens found in the workers' caches, None where none was looked up.
+    is the share of prompt tokens found in the caches of what computes prompts, None where none was looked up.
     """
 
     turns: int
@@ -107,15 +107,24 @@ class View(Protocol):
 
 
 async def run_demo(
-    seconds: float, seed: int, view: View, clock: Callable[[], float], shape: LoadShape | None = None
+    seconds: float,
+    seed: int,
+    view: View,
+    clock: Callable[[], float],
+    shape: LoadShape | None = None,
+    *,
+    disaggregated: bool = False,
 ) -> dict[Phase, PhaseResult]:
-    """Run all phases within ``seconds`` (>= `LEAST_SECONDS`). Raises PartError when a part is missing or breaks."""
+    """Run all phases within ``seconds`` (>= `LEAST_SECONDS`), over prefill and decode workers if ``disaggregated``.
+
+    Raises PartError when a part is missing or breaks.
+    """
     results: dict[Phase, PhaseResult] = {}
     load: float | None = None
     for phase in PHASES:
         view.starting(phase)
         began = clock()
-        async with running_gateway(phase.admission) as gateway:
+        async with running_gateway(phase.admission, disaggregated=disaggregated) as gateway:
             start_seconds = clock() - began
             # Settled once, for the phases to be comparable.
             load = load_seconds(seconds, start_seconds) if load is None else load

@@ -35,6 +35,9 @@ def demo(
     serve: Annotated[
         bool, typer.Option("--serve", help="No load: leave the program-aware gateway running for your own requests.")
     ] = False,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Two prefill and two decode workers in place of two that do both.")
+    ] = False,
     screenshot: Annotated[Path | None, typer.Option(hidden=True, help="Draw an SVG of the run.")] = None,
 ) -> None:
     """Show agent sessions running through a real Envoy, held and placed by the picker over simulated workers.
@@ -53,11 +56,11 @@ def demo(
         raise typer.BadParameter(f"--seconds must be at least {LEAST_SECONDS:g}, not {seconds:g}")
     try:
         if serve:
-            _run(_serve(seconds), ends_with_signal=True)
+            _run(_serve(seconds, disaggregated), ends_with_signal=True)
         else:
             # With --json the live view goes where the progress goes: stderr.
             console = Console(stderr=json)
-            _compare(DEFAULT_SECONDS if seconds is None else seconds, seed, json, screenshot, console)
+            _compare(DEFAULT_SECONDS if seconds is None else seconds, seed, json, screenshot, console, disaggregated)
     except PartError as error:
         typer.echo(f"thunderagent demo: {error}", err=True)
         for line in error.log:
@@ -65,7 +68,9 @@ def demo(
         raise typer.Exit(PART_FAILED) from None
 
 
-def _compare(seconds: float, seed: int, json: bool, screenshot: Path | None, console: Console) -> None:
+def _compare(
+    seconds: float, seed: int, json: bool, screenshot: Path | None, console: Console, disaggregated: bool
+) -> None:
     from json import dumps
 
     from thunderagent_sim.demo import run_demo
@@ -74,10 +79,10 @@ def _compare(seconds: float, seed: int, json: bool, screenshot: Path | None, con
     middle = None
     if console.is_interactive or screenshot is not None:
         with LiveScreen(console) as live:
-            results = _run(run_demo(seconds, seed, live, time.monotonic))
+            results = _run(run_demo(seconds, seed, live, time.monotonic, disaggregated=disaggregated))
         middle = live.middle
     else:
-        results = _run(run_demo(seconds, seed, PlainLines(console), time.monotonic))
+        results = _run(run_demo(seconds, seed, PlainLines(console), time.monotonic, disaggregated=disaggregated))
     table = result_table(results, seed)
     if json:
         typer.echo(dumps({phase.key: result.as_json() for phase, result in results.items()}))
@@ -89,12 +94,12 @@ def _compare(seconds: float, seed: int, json: bool, screenshot: Path | None, con
         raise typer.Exit(PART_FAILED)
 
 
-async def _serve(seconds: float | None) -> None:
+async def _serve(seconds: float | None, disaggregated: bool) -> None:
     from thunderagent_sim.demo import PROGRAM_AWARE
     from thunderagent_sim.gateway import running_gateway
 
-    typer.echo("starting Envoy, the picker and two workers ...", err=True)
-    async with running_gateway(PROGRAM_AWARE.admission) as gateway:
+    typer.echo("starting Envoy, the picker and its workers ...", err=True)
+    async with running_gateway(PROGRAM_AWARE.admission, disaggregated=disaggregated) as gateway:
         typer.echo(_welcome(gateway))
         try:
             async with asyncio.timeout(seconds):

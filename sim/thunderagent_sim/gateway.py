@@ -1,4 +1,4 @@
-"""A whole gateway on this machine: two simulated workers, the picker, and a real Envoy in front of them.
+"""A whole gateway on this machine: simulated workers, the picker, and a real Envoy in front of them.
 
 `demo.py` stands one up for each policy, so that each starts with empty caches, and one for ``--serve``. All parts are
 child processes on free loopback ports; the program itself is called again for its own parts, with the interpreter
@@ -28,9 +28,16 @@ from thunderagent_epp.envoy_config import EnvoyOptions
 from thunderagent_sim.engine import EngineOptions
 from thunderagent_sim.envoy_process import RunningEnvoy, envoy_binary, running_envoy
 from thunderagent_sim.processes import Child, PartError, first_of, running_child
+from thunderagent_sim.worker_role import WorkerRole
 
 MODEL: Final = "simulated"
-WORKERS: Final = ("worker-1", "worker-2")
+WORKERS: Final[Mapping[str, WorkerRole | None]] = {"worker-1": None, "worker-2": None}
+DISAGGREGATED_WORKERS: Final[Mapping[str, WorkerRole | None]] = {
+    "prefill-1": WorkerRole.PREFILL,
+    "prefill-2": WorkerRole.PREFILL,
+    "decode-1": WorkerRole.DECODE,
+    "decode-2": WorkerRole.DECODE,
+}
 
 # Small and slow on purpose: a dozen contexts outgrow the two caches within seconds, and to compute one anew takes
 # longer than to answer. The ratios, not the sizes, are those of a real worker.
@@ -62,21 +69,23 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(admission: Mapping[str, Any]) -> AsyncIterator[Gateway]:
+async def running_gateway(admission: Mapping[str, Any], *, disaggregated: bool = False) -> AsyncIterator[Gateway]:
     """Run a gateway under these admission parameters (spelt as in a policy file) for the length of the block.
 
+    ``disaggregated``: with prefill and decode workers of their own, programs retained in both pools.
     Raises PartError when a part is missing or does not come up.
     """
     envoy_binary()  # before anything is started, as it is what may be missing
     async with contextlib.AsyncExitStack() as parts:
         directory = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="thunderagent-demo-")))
-        workers = {name: await parts.enter_async_context(_worker(name)) for name in WORKERS}
+        roles = DISAGGREGATED_WORKERS if disaggregated else WORKERS
+        workers = {name: await parts.enter_async_context(_worker(name, role)) for name, role in roles.items()}
         worker_urls = {
             name: await worker.announces(read_worker_url, _CHILD_READY_WITHIN_SECONDS)
             for name, worker in workers.items()
         }
         policy_file = directory / "policy.yaml"
-        policy_file.write_text(policy_yaml(admission, worker_urls))
+        policy_file.write_text(policy_yaml(admission, worker_urls, roles))
         picker = await parts.enter_async_context(_picker(policy_file))
         ports = await picker.announces(read_picker_ports, _CHILD_READY_WITHIN_SECONDS)
         options = EnvoyOptions(
@@ -95,9 +104,11 @@ async def running_gateway(admission: Mapping[str, Any]) -> AsyncIterator[Gateway
         yield gateway
 
 
-def policy_yaml(admission: Mapping[str, Any], worker_urls: Mapping[str, str]) -> str:
+def policy_yaml(
+    admission: Mapping[str, Any], worker_urls: Mapping[str, str], roles: Mapping[str, WorkerRole | None] = WORKERS
+) -> str:
     """The policy file of a gateway with these workers."""
-    workers = [
+    workers: list[dict[str, Any]] = [
         {
             "name": name,
             "address": _HOST,
@@ -106,7 +117,12 @@ def policy_yaml(admission: Mapping[str, Any], worker_urls: Mapping[str, str]) ->
         }
         for name, url in worker_urls.items()
     ]
-    return yaml.safe_dump({"admission": dict(admission), "workers": workers}, sort_keys=False)
+    policy: dict[str, Any] = {"admission": dict(admission), "workers": workers}
+    for worker in workers:
+        if (role := roles.get(worker["name"])) is not None:
+            worker["role"] = role.value
+            policy |= {"topology": "Disaggregated", "disaggregation": {"retentionPool": "Both"}}
+    return yaml.safe_dump(policy, sort_keys=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +153,7 @@ def _command(*arguments: str | Path) -> tuple[str | Path, ...]:
     return (sys.executable, "-P", "-m", "thunderagent_epp.cli", *arguments)
 
 
-def _worker(name: str) -> AbstractAsyncContextManager[Child]:
+def _worker(name: str, role: WorkerRole | None) -> AbstractAsyncContextManager[Child]:
     engine = WORKER_ENGINE
     command = _command(
         "simulate-worker",
@@ -145,6 +161,7 @@ def _worker(name: str) -> AbstractAsyncContextManager[Child]:
         *("--blocks", str(engine.blocks), "--block-size", str(engine.block_size)),
         *("--prefill-tokens-per-second", str(engine.prefill_tokens_per_second)),
         *("--decode-tokens-per-second", str(engine.decode_tokens_per_second)),
+        *(() if role is None else ("--role", role.value)),
     )
     return running_child(name, *command, remedy="try it by itself: thunderagent simulate-worker")
 

@@ -74,7 +74,7 @@ class LiveScreen:
 
     def starting(self, phase: Phase) -> None:
         """Say that a gateway is being started."""
-        self._draw(Text.assemble(_title(phase), "  starting Envoy, the picker and two workers ..."))
+        self._draw(Text.assemble(_title(phase), "  starting Envoy, the picker and its workers ..."))
 
     def ready(self, phase: Phase, start_seconds: float, load_seconds: float) -> None:
         """Remember how long the phase will be."""
@@ -103,7 +103,7 @@ class PlainLines:
 
     def starting(self, phase: Phase) -> None:
         """Say that a gateway is being started."""
-        self._say(f"{phase.title}: starting Envoy, the picker and two workers")
+        self._say(f"{phase.title}: starting Envoy, the picker and its workers")
 
     def ready(self, phase: Phase, start_seconds: float, load_seconds: float) -> None:
         """Say how long that took and how long the agents will work."""

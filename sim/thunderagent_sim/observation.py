@@ -36,6 +36,8 @@ class WorkerObservation:
     requests: int
     queried_tokens: int
     hit_tokens: int
+    computes_prompts: bool = True
+    """Whether prompts are looked up in its cache to save their prefill; a decode worker loads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +60,23 @@ class Observation:
     resumes: int
 
     def hits_since(self, before: Observation) -> tuple[int, int]:
-        """Prompt tokens found in the workers' caches since ``before``, and those looked up."""
-        return (
-            sum(worker.hit_tokens for worker in self.workers) - sum(worker.hit_tokens for worker in before.workers),
-            sum(worker.queried_tokens for worker in self.workers)
-            - sum(worker.queried_tokens for worker in before.workers),
-        )
+        """Prompt tokens found in the caches of what computes prompts since ``before``, and those looked up."""
+        return self._hits - before._hits, self._queries - before._queries
+
+    @property
+    def _hits(self) -> int:
+        return sum(worker.hit_tokens for worker in self.workers if worker.computes_prompts)
+
+    @property
+    def _queries(self) -> int:
+        return sum(worker.queried_tokens for worker in self.workers if worker.computes_prompts)
 
 
 class _Worker(msgspec.Struct):
     worker: str
     used_tokens: int
     capacity_tokens: int | None
+    role: str
 
 
 class _Program(msgspec.Struct):
@@ -120,6 +127,7 @@ def _worker(worker: _Worker, page: _Samples) -> WorkerObservation:
         requests=page.total("vllm:num_requests_running") + page.total("vllm:num_requests_waiting"),
         queried_tokens=page.total("vllm:prefix_cache_queries_total"),
         hit_tokens=page.total("vllm:prefix_cache_hits_total"),
+        computes_prompts=worker.role != "decode",
     )
 
 

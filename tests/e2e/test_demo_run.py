@@ -68,6 +68,17 @@ def test_the_policy_keeps_more_of_the_contexts_cached_than_the_baseline() -> Non
     assert [result["baseline"][name] for name in ("holds", "pauses", "resumes")] == [0, 0, 0]
 
 
+def test_disaggregated_turns_are_answered_by_prefill_and_decode_workers_together() -> None:
+    with running_demo("--json", "--seconds", "18", "--disaggregated") as process:
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    for numbers in json.loads(output).values():
+        assert numbers["failed"] == 0, errors
+        assert numbers["turns"] > 0
+        # Looked up by the prefill workers alone: nobody else computes prompts.
+        assert numbers["hit_rate"] is not None
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_gateway_it_serves_answers_the_curl_line_it_prints_until_ctrl_c() -> None:
     with running_demo("--serve") as process:

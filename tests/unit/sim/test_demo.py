@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 
 from thunderagent_epp.feed.policy_file import parse_policy_file
+from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
 from thunderagent_sim.agent_script import LoadShape
 from thunderagent_sim.agents import Agents
 from thunderagent_sim.demo import BASELINE, PROGRAM_AWARE, PhaseResult, load_seconds, percentile, summarize
-from thunderagent_sim.gateway import PickerPorts, policy_yaml, read_picker_ports, read_worker_url
+from thunderagent_sim.gateway import (
+    DISAGGREGATED_WORKERS,
+    PickerPorts,
+    policy_yaml,
+    read_picker_ports,
+    read_worker_url,
+)
 from thunderagent_sim.observation import Observation, WorkerObservation
 
 WORKER = WorkerObservation("worker-1", 1000, 0, 0, 0, queried_tokens=10, hit_tokens=0)
@@ -86,6 +93,18 @@ def test_the_picker_is_given_a_policy_file_it_understands(phase, policy) -> None
         ("worker-1", ["127.0.0.1:8001"], 20480),
         ("worker-2", ["127.0.0.1:8002"], 20480),
     ]
+
+
+def test_disaggregated_the_picker_is_told_roles_and_where_programs_are_retained() -> None:
+    urls = {name: f"http://127.0.0.1:{port}" for port, name in enumerate(DISAGGREGATED_WORKERS, start=8001)}
+    parsed = parse_policy_file(policy_yaml({}, urls, DISAGGREGATED_WORKERS).encode(), "policy.yaml")
+    assert [(worker.name, worker.role) for worker in parsed.workers] == [
+        ("prefill-1", "prefill"),
+        ("prefill-2", "prefill"),
+        ("decode-1", "decode"),
+        ("decode-2", "decode"),
+    ]
+    assert parsed.snapshot(1).disaggregation == Disaggregation(RetentionPool.BOTH, Handoff.LLM_D)
 
 
 def test_the_picker_and_the_workers_tell_their_ports_in_their_logs() -> None:

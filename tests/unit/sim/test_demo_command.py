@@ -27,11 +27,13 @@ def run(*arguments: str):
     return CliRunner().invoke(app, arguments)
 
 
-def demo_gives(monkeypatch, *, policy: PhaseResult = GOOD, baseline: PhaseResult = GOOD) -> list[tuple[float, int]]:
-    asked: list[tuple[float, int]] = []
+def demo_gives(
+    monkeypatch, *, policy: PhaseResult = GOOD, baseline: PhaseResult = GOOD
+) -> list[tuple[float, int, bool]]:
+    asked: list[tuple[float, int, bool]] = []
 
-    async def run_demo(seconds, seed, view, clock):
-        asked.append((seconds, seed))
+    async def run_demo(seconds, seed, view, clock, *, disaggregated):
+        asked.append((seconds, seed, disaggregated))
         view.starting(PROGRAM_AWARE)
         return {PROGRAM_AWARE: policy, BASELINE: baseline}
 
@@ -42,8 +44,8 @@ def demo_gives(monkeypatch, *, policy: PhaseResult = GOOD, baseline: PhaseResult
 def test_it_takes_less_than_a_minute_unless_told_otherwise(monkeypatch) -> None:
     asked = demo_gives(monkeypatch)
     assert run().exit_code == 0
-    assert run("--seconds", "20", "--seed", "7").exit_code == 0
-    assert asked == [(55.0, 1), (20.0, 7)]
+    assert run("--seconds", "20", "--seed", "7", "--disaggregated").exit_code == 0
+    assert asked == [(55.0, 1, False), (20.0, 7, True)]
 
 
 def test_the_table_is_printed_at_the_end(monkeypatch) -> None:
@@ -106,7 +108,7 @@ def test_a_missing_envoy_is_one_line_that_says_how_to_get_it(monkeypatch) -> Non
 
 
 def test_a_part_that_breaks_is_one_line_and_its_log_before_it(monkeypatch) -> None:
-    async def run_demo(*_):
+    async def run_demo(*_, **__):
         raise PartError("picker ended with exit status 1: out of luck - try again", ("info: listening",))
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
@@ -122,7 +124,7 @@ def test_a_part_that_breaks_is_one_line_and_its_log_before_it(monkeypatch) -> No
 def test_a_signal_takes_everything_down_and_is_the_exit_status(monkeypatch, number: int, status: int) -> None:
     taken_down: list[str] = []
 
-    async def run_demo(*_):
+    async def run_demo(*_, **__):
         try:
             os.kill(os.getpid(), number)
             await asyncio.Event().wait()

@@ -137,7 +137,7 @@ def test_without_a_terminal_a_line_comes_every_five_seconds() -> None:
     assert isinstance(console.file, io.StringIO)
     totals = "42 turns, 5 holds (1 now), 2 pauses, 4 resumes, cache hit rate 75 %"
     assert console.file.getvalue().splitlines() == [
-        "program-aware: starting Envoy, the picker and two workers",
+        "program-aware: starting Envoy, the picker and its workers",
         "program-aware: first request answered after 2.3 s; agents work for 20 s",
         f"program-aware: 15 s left, {totals}",
         f"program-aware: 10 s left, {totals}",

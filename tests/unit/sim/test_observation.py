@@ -67,6 +67,16 @@ def test_hits_are_counted_from_an_earlier_moment_on() -> None:
     assert read_observation(STATE, PICKER, {"worker-1": later}).hits_since(before) == (150, 200)
 
 
+def test_only_workers_that_compute_prompts_count_for_hits() -> None:
+    before = read_observation(STATE, PICKER, {"worker-1": WORKER})
+    decode = STATE.replace('"role":"both"', '"role":"decode"')
+    later = WORKER.replace("800.0", "1000.0").replace("600.0", "750.0")
+    assert read_observation(decode, PICKER, {"worker-1": later}).hits_since(
+        read_observation(decode, PICKER, {"worker-1": WORKER})
+    ) == (0, 0)
+    assert read_observation(STATE, PICKER, {"worker-1": later}).hits_since(before) == (150, 200)
+
+
 async def test_the_page_of_a_real_worker_can_be_read(worker: SimulatedWorker, client: ClientSession) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "word " * 20}], "max_tokens": 2}
     for _ in range(2):
