@@ -44,6 +44,11 @@ def values_schema() -> Schema:
                 "nameOverride": _text("Name of the chart in labels and names."),
                 "fullnameOverride": _text("Prefix of every object's name; of the release by default."),
                 "commonLabels": _labels("Added to every object and pod."),
+                "runAsUser": {
+                    "type": ["integer", "null"],
+                    "minimum": 1,
+                    "description": "User and group of every pod; null where the cluster chooses them (OpenShift).",
+                },
                 "clusterDomain": _text("The cluster's DNS domain, for names in certificates.", minLength=1),
                 "image": _object(
                     {
@@ -150,6 +155,12 @@ def _component() -> dict[str, Schema]:
     return {
         "logLevel": _text("debug, info, warning or error, and parts with their own: info,scheduling=debug."),
         "resources": _foreign("ResourceRequirements of the container."),
+        "extraArgs": {
+            "type": "array",
+            "description": "Further options of the command.",
+            "items": {"type": "string", "pattern": "^--"},
+        },
+        "extraEnv": {"type": "array", "items": _foreign("An EnvVar.")},
         "podDisruptionBudget": _object(
             {
                 "enabled": _flag("Make a PodDisruptionBudget."),

@@ -20,10 +20,8 @@
 {{- with .Values.operator.serviceAccount -}}
 {{- if .name -}}
 {{- .name -}}
-{{- else if .create -}}
-{{- include "thunderagent.operatorName" $ -}}
 {{- else -}}
-default
+{{- include "thunderagent.operatorName" $ -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -61,9 +59,11 @@ thunderagent.io/pool: {{ . }}
 
 {{- define "thunderagent.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
+{{- with .Values.runAsUser }}
+runAsUser: {{ int64 . }}
+runAsGroup: {{ int64 . }}
+fsGroup: {{ int64 . }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -74,6 +74,13 @@ readOnlyRootFilesystem: true
 runAsNonRoot: true
 capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* What a user adds to a container's arguments and environment. */}}
+{{- define "thunderagent.extraArgs" -}}
+{{- range .extraArgs }}
+- {{ quote . }}
+{{- end }}
 {{- end -}}
 
 {{/* Where pods go, from the settings of a component. */}}
@@ -161,6 +168,9 @@ spec:
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}
+    # What it is behind its Service, on OpenShift.
+    - {port: 5353, protocol: UDP}
+    - {port: 5353, protocol: TCP}
 {{- end -}}
 
 {{/* The output of `thunderagent envoy-config`, with the address it listens on. */}}

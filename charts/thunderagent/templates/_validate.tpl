@@ -17,8 +17,10 @@ What values.schema.json cannot say: relations between values. Each fault names i
 {{- if and (eq .Values.tls.mode "existing") .Values.operator.enabled (not .Values.tls.existing.operatorSecretName) -}}
   {{- fail "tls.existing.operatorSecretName: needed with tls.mode existing" -}}
 {{- end -}}
+{{- if and .Values.operator.enabled (not .Values.operator.serviceAccount.create) (not .Values.operator.serviceAccount.name) -}}
+  {{- fail "operator.serviceAccount.name: needed with create false; rights are not given to a namespace's default account" -}}
+{{- end -}}
 {{- $seen := dict -}}
-{{- $services := dict -}}
 {{- range (include "thunderagent.pools" . | fromJson).pools -}}
   {{- $at := printf "pools[%d]" (int .index) -}}
   {{- $key := printf "%s/%s" .namespace .name -}}
@@ -26,6 +28,9 @@ What values.schema.json cannot say: relations between values. Each fault names i
   {{- $_ := set $seen $key true -}}
   {{- if gt (len .fullname) 58 -}}
     {{- fail (printf "%s.name: with the release's name it makes %s, which is longer than 58 characters" $at .fullname) -}}
+  {{- end -}}
+  {{- if and .standalone.enabled .plaintext -}}
+    {{- fail (printf "%s.plaintext: the standalone Envoy speaks TLS to the picker" $at) -}}
   {{- end -}}
   {{- if .inferencePool.create -}}
     {{- if not .inferencePool.selector -}}{{- fail (printf "%s.inferencePool.selector: needed, the labels of the worker pods" $at) -}}{{- end -}}

@@ -72,11 +72,13 @@ def test_no_two_objects_have_one_name(manifests: list[Manifest]) -> None:
 
 def test_pods_have_no_privilege_and_nothing_to_write_to(manifests: list[Manifest]) -> None:
     for _, pod in pods(manifests):
+        user = pod["securityContext"]["runAsUser"]
+        assert user in (65532, 10001)
         assert pod["securityContext"] == {
             "runAsNonRoot": True,
-            "runAsUser": 65532,
-            "runAsGroup": 65532,
-            "fsGroup": 65532,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
             "seccompProfile": {"type": "RuntimeDefault"},
         }
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
@@ -166,8 +168,9 @@ def test_selectors_meet_labels_and_ports_meet_ports(manifests: list[Manifest]) -
                 continue
         (deployment,) = selected(manifests, selector, namespace)
         pod = deployment["spec"]["template"]["spec"]
-        open_ports = {port["name"] for container in containers(pod) for port in container["ports"]}
-        assert set(ports) <= open_ports, f"{one['kind']} {one['metadata']['name']}"
+        there = [port for container in containers(pod) for port in container["ports"]]
+        named_or_numbered = {port["name"] for port in there} | {port["containerPort"] for port in there}
+        assert set(ports) <= named_or_numbered, f"{one['kind']} {one['metadata']['name']}"
 
 
 def test_probes_ask_ports_that_are_there(manifests: list[Manifest]) -> None:
@@ -307,8 +310,8 @@ def test_the_standalone_envoy_outlives_the_picker() -> None:
 def test_a_picker_may_talk_to_the_operator_and_nobody_else() -> None:
     egress = named(render({"pools": [POOL]}), "NetworkPolicy", "thunderagent-coder-epp")["spec"]["egress"]
     dns, operator = egress
-    assert dns == {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
-    assert operator["ports"] == [{"port": "feed", "protocol": "TCP"}]
+    assert {port["port"] for port in dns["ports"]} == {53, 5353}
+    assert operator["ports"] == [{"port": 9004, "protocol": "TCP"}]
     (to,) = operator["to"]
     assert to["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "thunderagent"}
     assert to["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "operator"
@@ -373,6 +376,13 @@ def test_the_crd_comes_with_the_chart_and_is_kept_by_the_one_that_upgrades_it() 
             {"tls": {"mode": "certManager"}, "pools": [POOL | {"namespace": "llm"}]},
             "pools[0].namespace: a pool outside of the release's namespace needs a ClusterIssuer",
         ),
+        (
+            {"pools": [POOL | {"standalone": {"enabled": True}, "plaintext": True}]},
+            "pools[0].plaintext: the standalone",
+        ),
+        ({"operator": {"serviceAccount": {"create": False}}}, "operator.serviceAccount.name: needed"),
+        ({"runAsUser": 0}, "/runAsUser"),
+        ({"epp": {"extraArgs": ["host=::"]}}, "/epp/extraArgs/0"),
         ({"epp": {"maxHeldBytes": 0}}, "/epp/maxHeldBytes"),
         ({"tls": {"mode": "none"}}, "/tls/mode"),
         ({"standalone": {"service": {"port": 70000}}}, "/standalone/service/port"),
@@ -383,6 +393,11 @@ def test_a_bad_value_is_refused_by_name(values: dict[str, Any], says: str) -> No
     with pytest.raises(HelmError) as refused:
         render(values)
     assert says in str(refused.value)
+
+
+def test_a_cluster_may_choose_the_user() -> None:
+    for _, pod in pods(render({"pools": [POOL], "runAsUser": None})):
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def test_the_notes_say_what_to_do_next(tmp_path: Path) -> None:
