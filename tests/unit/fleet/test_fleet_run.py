@@ -153,3 +153,10 @@ def test_pods_are_sampled_over_time():
 def test_few_sessions_run_through_rotation_without_a_hold():
     measured = measure(Fleet(short(8), CodingAgents(), rotation).run())
     assert measured.longest_hold <= 1
+
+
+@pytest.mark.parametrize(("arm", "output_tokens", "turns"), [("prefix", 251_164, 477), ("classic", 258_300, 489)])
+def test_a_run_is_the_same_on_every_machine(arm, output_tokens, turns):
+    scenario = short(24, seed=7, minutes=6.0, warmup_minutes=2.0)
+    run = Fleet(scenario, CodingAgents(), ARMS[arm]).run()
+    assert (run.output_tokens, len(run.turns)) == (output_tokens, turns)
