@@ -13,6 +13,7 @@ from thunderagent_epp.scheduling.classifier import Classifier
 from thunderagent_epp.scheduling.decisions import Decision, Pause, Reason, Reject, Release, Resume
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Status
+from thunderagent_epp.scheduling.rotation import Rotation
 from thunderagent_epp.scheduling.two_ledgers import TwoLedgers
 
 P, Q, D, E = (WorkerRank(name) for name in "pqde")
@@ -28,9 +29,15 @@ def workers(**capacities: int | None) -> CapacitySnapshot:
     )
 
 
-def ledgers(capacity: CapacitySnapshot, *, retain_decode: bool, **parameters: Any) -> TwoLedgers:
+def ledgers(
+    capacity: CapacitySnapshot,
+    *,
+    retain_decode: bool,
+    rules: type[Classifier] | type[Rotation] = Classifier,
+    **parameters: Any,
+) -> TwoLedgers:
     policy = AdmissionPolicy.from_parameters({"buffer_per_program": 0} | parameters)
-    two = TwoLedgers(Classifier(policy), Classifier(policy), retain_decode=retain_decode)
+    two = TwoLedgers(rules(policy), rules(policy), retain_decode=retain_decode)
     two.snapshot(capacity)
     return two
 
@@ -250,13 +257,23 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(events=EVENTS, retain=st.booleans(), prefill=st.integers(500, 2500), decode=st.integers(500, 2500))
+@given(
+    events=EVENTS,
+    retain=st.booleans(),
+    rules=st.sampled_from([Classifier, Rotation]),
+    prefill=st.integers(500, 2500),
+    decode=st.integers(500, 2500),
+)
 def test_every_turn_that_fits_goes_in_the_end_and_nothing_stays_charged(
-    events: list[tuple[str, int, int]], retain: bool, prefill: int, decode: int
+    events: list[tuple[str, int, int]],
+    retain: bool,
+    rules: type[Classifier] | type[Rotation],
+    prefill: int,
+    decode: int,
 ) -> None:
     """Invariants: a request is released once; only running turns are charged on decode workers that retain nothing;
     once what runs has ended, ticks release all that waits; once all has ended and is retired, no charge is left."""
-    two = ledgers(workers(p=prefill, q=prefill, d=decode, e=decode), retain_decode=retain)
+    two = ledgers(workers(p=prefill, q=prefill, d=decode, e=decode), retain_decode=retain, rules=rules)
     now = 0.0
     waiting: dict[str, None] = {}
     running: dict[str, None] = {}
