@@ -12,6 +12,11 @@ The filters, in the order in which a request meets them (an answer meets them fr
 3. ``header_to_metadata`` tells the picker, on the way back, which endpoint really served;
 4. ``router`` sends the request to the address in ``x-gateway-destination-endpoint``.
 
+The picker is asked on the route only, and nowhere else: what Envoy refuses by itself (no such path to route, CONNECT,
+headers too large or malformed) it answers itself, at once. With the filter on everywhere, Envoy would ask the picker
+about its own answer and close the connection before the picker has spoken. That remains for a request that turns out
+malformed after its headers, such as by a wrong chunk: its connection is closed without an answer.
+
 A request the picker cannot be asked about is answered 503. Envoy cannot let it pass instead (``failure_mode_allow``):
 in ``FULL_DUPLEX_STREAMED`` that is honoured for requests without a body only, and nothing would name a worker.
 
@@ -76,6 +81,15 @@ _NO_LIMIT: Final = 2**32 - 1
 # How much of one connection Envoy keeps before it stops reading. Bodies may be any size, but up to this much goes to
 # the picker as one message, and gRPC servers take messages of 4 MiB unless told otherwise.
 _BUFFER_LIMIT_BYTES: Final = 1024 * 1024
+
+_EXT_PROC: Final = "envoy.filters.http.ext_proc"
+
+# For a request to come in. Envoy stops counting at the end of its body, but not for a request without a body or with
+# trailers: such a hold must end by the policy, which resumes it after half an hour, and not by this.
+_WHOLE_REQUEST_SECONDS: Final = 3600
+
+# What is asked for without a Host header, as HTTP/1.0 allows: no route goes by it, and workers want to see one.
+_HTTP_10_HOST: Final = "thunderagent"
 
 _DNS_LABEL: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
@@ -190,15 +204,17 @@ def _listener(options: EnvoyOptions) -> listener_v3.Listener:
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
-        http_protocol_options=core.Http1ProtocolOptions(enable_trailers=True),
+        http_protocol_options=core.Http1ProtocolOptions(
+            enable_trailers=True, accept_http_10=True, default_host_for_http_10=_HTTP_10_HOST
+        ),
         # A held turn and a slow answer are idle streams for as long as the policy allows.
         stream_idle_timeout=timedelta(0),
-        request_timeout=timedelta(0),
-        # A client that never finishes its headers is neither.
+        # A client that never finishes its headers or its body is neither.
         request_headers_timeout=timedelta(seconds=30),
+        request_timeout=timedelta(seconds=_WHOLE_REQUEST_SECONDS),
         http_filters=[
             _filter("envoy.filters.http.header_mutation", _strip_picker_headers()),
-            _filter("envoy.filters.http.ext_proc", _ext_proc(options)),
+            _filter(_EXT_PROC, _ext_proc(options), disabled=True),
             _filter("envoy.filters.http.header_to_metadata", _served_endpoint_to_metadata()),
             _filter("envoy.filters.http.router", router.Router()),
         ],
@@ -281,6 +297,11 @@ def _routes() -> route.RouteConfiguration:
                     route.Route(
                         match=route.RouteMatch(prefix="/"),
                         route=route.RouteAction(cluster=WORKERS_CLUSTER, timeout=timedelta(0)),
+                        typed_per_filter_config={
+                            _EXT_PROC: PackedMessage.pack(
+                                ext_proc.ExtProcPerRoute(overrides=ext_proc.ExtProcOverrides())
+                            )
+                        },
                         # The router writes this before any filter sees the answer; the served filter takes it out.
                         response_headers_to_add=[
                             core.HeaderValueOption(
@@ -387,8 +408,8 @@ def _access_log() -> accesslog.AccessLog:
     return accesslog.AccessLog(name="envoy.access_loggers.stdout", typed_config=PackedMessage.pack(log))
 
 
-def _filter(name: str, configuration: betterproto2.Message) -> hcm.HttpFilter:
-    return hcm.HttpFilter(name=name, typed_config=PackedMessage.pack(configuration))
+def _filter(name: str, configuration: betterproto2.Message, *, disabled: bool = False) -> hcm.HttpFilter:
+    return hcm.HttpFilter(name=name, typed_config=PackedMessage.pack(configuration), disabled=disabled)
 
 
 def _http_options(options: upstream_http.HttpProtocolOptions) -> dict[str, PackedMessage]:

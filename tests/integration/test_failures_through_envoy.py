@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from support.envoy_changes import Change, change_envoys, route_timeout, stream_duration, stream_idle_timeout
+from support.envoy_changes import (
+    Change,
+    change_envoys,
+    request_timeout,
+    route_timeout,
+    stream_duration,
+    stream_idle_timeout,
+)
 from support.local_picker import running_local_picker, snapshot
 from support.scripted_worker import (
     JSON,
@@ -84,6 +91,33 @@ async def test_an_answer_of_the_proxys_own_while_held_ends_the_hold_and_rolls_ba
         assert picker.requests() == {"completed": 1, "aborted": 1}
         await picker.until(lambda each: each.server.open_streams == 0)
     assert len(worker.received) == 1
+
+
+async def test_a_request_that_never_comes_in_whole_is_ended_and_a_hold_and_a_stream_are_not(
+    start_envoy: StartEnvoy, worker: ScriptedWorker, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_envoys(monkeypatch, request_timeout(0.3))
+    finish = asyncio.Event()
+    worker.answer = when(finish, whole(chat_completion(1, 1), JSON))
+    async with running_local_picker(snapshot(worker.endpoint, capacity_tokens=500)) as picker:
+        envoy = await start_envoy(picker.port)
+        answered = asyncio.ensure_future(client.post(envoy.url + CHAT, data=HELLO, headers=of_session("s1")))
+        await picker.until(lambda each: each.server.running_turns == 1)
+        held = asyncio.ensure_future(client.post(envoy.url + CHAT, data=big(450), headers=of_session("s2")))
+        await picker.until_held(1)
+        # Sent last, so that the time of the others is over when its own is.
+        reader, writer = await asyncio.open_connection("127.0.0.1", envoy.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: 99\r\n\r\n{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
+        assert picker.status.holds == 1
+        finish.set()
+        async with await answered as answer:
+            assert answer.status == 200
+        picker.director.apply(snapshot(worker.endpoint, capacity_tokens=5000, id=2))
+        async with await held as answer:
+            assert answer.status == 200
 
 
 async def test_the_routes_timeout_does_not_run_while_a_request_is_held(

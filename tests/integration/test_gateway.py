@@ -161,6 +161,51 @@ async def test_trailers_pass_both_ways(start_envoy: StartEnvoy) -> None:
     assert phases[-1] == "response_trailers"
 
 
+GET = b"GET /v1/models HTTP/1.1\r\nhost: gateway\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        pytest.param(GET + b"x: a\x01b\r\n\r\n", 400, id="a control character in a header"),
+        pytest.param(GET + b"x: " + b"a" * 100_000 + b"\r\n\r\n", 431, id="a header of 100 kB"),
+        pytest.param(GET + b"".join(b"x%d: 1\r\n" % n for n in range(200)) + b"\r\n", 431, id="200 headers"),
+        pytest.param(b"GET /v1/models HTTP/1.1\r\n\r\n", 400, id="no host"),
+        pytest.param(b"GET /a%00b HTTP/1.1\r\nhost: gateway\r\n\r\n", 400, id="a zero in the path"),
+        pytest.param(b"no HTTP\r\n\r\n", 400, id="no HTTP"),
+        pytest.param(b"CONNECT a:80 HTTP/1.1\r\nhost: a:80\r\n\r\n", 404, id="CONNECT"),
+    ],
+)
+async def test_what_the_proxy_refuses_by_itself_is_answered_and_the_picker_is_not_asked(
+    request_bytes: bytes, status: int, start_envoy: StartEnvoy, worker: EchoWorker
+) -> None:
+    asked: list[Any] = []
+    async with running_bare_picker(worker.endpoint, seen=asked.append) as picker_port:
+        envoy = await start_envoy(picker_port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", envoy.port)
+        writer.write(request_bytes)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    assert asked == []
+    assert worker.received == []
+
+
+async def test_http_1_0_is_served_with_and_without_a_host(start_envoy: StartEnvoy, worker: EchoWorker) -> None:
+    async with running_bare_picker(worker.endpoint) as picker_port:
+        envoy = await start_envoy(picker_port)
+        for host in (b"host: gateway\r\n", b""):
+            reader, writer = await asyncio.open_connection("127.0.0.1", envoy.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.0\r\n" + host + b"content-length: 2\r\n\r\n{}")
+            answer = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            assert answer.startswith(b"HTTP/1.0 200 OK\r\n")
+            assert answer.endswith(b"\r\n\r\n{}")
+    assert [(each.path, each.body) for each in worker.received] == [("/v1/chat/completions", b"{}")] * 2
+
+
 async def test_without_a_picker_requests_are_refused_with_503(
     start_envoy: StartEnvoy, client: aiohttp.ClientSession
 ) -> None:

@@ -99,6 +99,15 @@ def route_timeout(seconds: float) -> Change:
     return change
 
 
+def request_timeout(seconds: float) -> Change:
+    """Have Envoy end a request that has not come in whole for longer."""
+
+    def change(manager: hcm.HttpConnectionManager) -> None:
+        manager.request_timeout = timedelta(seconds=seconds)
+
+    return change
+
+
 def stream_duration(seconds: float) -> Change:
     """Have Envoy itself end what takes longer, wherever it is."""
 

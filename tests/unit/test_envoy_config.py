@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from thunderagent_epp.envoy_config import EnvoyOptions, bootstrap, render_json, render_yaml
+from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_sim.envoy_process import envoy_binary
 
 
@@ -145,9 +146,28 @@ def test_subset_hints_go_to_the_picker_and_its_choice_comes_back() -> None:
 def test_no_timeout_cuts_a_hold_or_a_long_answer() -> None:
     manager = connection_manager(EnvoyOptions())
     assert manager["stream_idle_timeout"] == "0s"
-    assert manager["request_timeout"] == "0s"
     (only,) = manager["route_config"]["virtual_hosts"][0]["routes"]
     assert only["route"] == {"cluster": "workers", "timeout": "0s"}
+
+
+def test_a_request_that_never_comes_in_whole_is_ended_long_after_any_hold() -> None:
+    manager = connection_manager(EnvoyOptions())
+    assert manager["request_headers_timeout"] == "30s"
+    assert manager["request_timeout"] == "3600s"
+    assert AdmissionPolicy().resume_timeout_seconds == 1800
+
+
+def test_the_picker_is_asked_on_the_route_and_not_about_the_proxys_own_answers() -> None:
+    manager = connection_manager(EnvoyOptions())
+    disabled = [each["name"] for each in manager["http_filters"] if each.get("disabled")]
+    assert disabled == ["envoy.filters.http.ext_proc"]
+    (only,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+    assert only["typed_per_filter_config"] == {
+        "envoy.filters.http.ext_proc": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute",
+            "overrides": {},
+        }
+    }
 
 
 def test_requests_go_where_the_destination_header_says() -> None:
