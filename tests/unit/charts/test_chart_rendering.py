@@ -1,6 +1,7 @@
 """What a real helm makes of the chart: valid objects that fit each other, and bad values refused by their names."""
 
 import base64
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.helm import CHART, CI_VALUES, CRDS_CHART, ROOT, HelmError, Manifest
 from support.manifests import faults
 from thunderagent_epp.cli import app
 from thunderagent_operator.crd import crd
+from thunderagent_sim.envoy_process import envoy_binary
 
 POOL: dict[str, Any] = {"name": "coder", "inferencePool": {"selector": {"app": "vllm"}, "targetPorts": [8000]}}
 
@@ -296,6 +298,17 @@ def test_the_standalone_envoy_runs_what_envoy_config_prints() -> None:
     listening = yaml.safe_load(six)
     del listening["static_resources"]["listeners"][0]["address"]["socket_address"]["ipv4_compat"]
     assert yaml.safe_load(named(made, "ConfigMap", "thunderagent-chat-epp-envoy")["data"]["envoy.yaml"]) == listening
+
+
+@pytest.mark.parametrize("pool", ["coder", "chat"])
+def test_the_standalone_envoy_takes_its_configuration(pool: str, tmp_path: Path) -> None:
+    made = render(CHART / "ci" / "standalone-values.yaml")
+    file = tmp_path / "envoy.yaml"
+    file.write_text(named(made, "ConfigMap", f"thunderagent-{pool}-epp-envoy")["data"]["envoy.yaml"])
+    checked = subprocess.run(
+        [envoy_binary(), "--mode", "validate", "--config-path", file], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_standalone_envoy_outlives_the_picker() -> None:
