@@ -5,6 +5,7 @@ What runs is imported when it is called, so that ``thunderagent --help`` stays q
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,9 +219,9 @@ def _show(outcomes: Sequence[Outcome], scenario: Scenario, workload: str, out: P
     if json:
         typer.echo(dumps(as_json(outcomes)))
     else:
-        console = Console()
         # A file or a pipe has no width of its own.
-        console.print(table(outcomes, scenario, workload), width=None if console.is_terminal else _PIPE_WIDTH)
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        console.print(table(outcomes, scenario, workload))
     if out is None:
         return
     from thunderagent_sim.fleet.plots import draw_all

@@ -10,6 +10,7 @@ from typing import Final
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from thunderagent_epp.scheduling.decisions import Pause, Resume
 from thunderagent_sim.fleet.measures import percentile
@@ -114,8 +115,8 @@ def _front(outcomes: Sequence[Outcome]) -> Figure | None:
             axes.annotate(str(run.sessions_per_pod), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}×")
-    axes.xaxis.set_minor_formatter("{x:g}×")
-    axes.tick_params(axis="x", which="minor", labelsize=7)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:g}×")
     axes.set_xlabel(f"p99 time to first token, against {BASELINE} (numbers: sessions per pod)")
     axes.set_ylabel(f"output tokens/s, against {BASELINE}")

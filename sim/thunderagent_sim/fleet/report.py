@@ -86,7 +86,7 @@ def table(outcomes: Sequence[Outcome], scenario: Scenario, workload: str) -> Tab
     title = f"{workload} on {scenario.pods} simulated pods, {counted}, seed {scenario.seed}"
     drawn = Table(title=title, box=box.SIMPLE_HEAD, padding=0, caption="times in seconds", title_justify="left")
     drawn.add_column("per\npod", justify="right", no_wrap=True)
-    drawn.add_column("\narm")
+    drawn.add_column("\narm", no_wrap=True)
     for heading in ("tokens\n/s", f"over\n{BASELINE}", "hit\nrate", "first\np50", "token\np90", "\np99", "\nholds"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for heading in ("hold\np99", "\nlongest", "\nJain"):
