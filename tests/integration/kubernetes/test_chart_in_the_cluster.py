@@ -238,7 +238,9 @@ async def test_a_crd_of_an_earlier_version_is_refused_by_name_until_its_chart_up
     await cluster.client.install(earlier)
     with pytest.raises(HelmError) as refused:
         cluster.put("install")
-    assert "it lacks spec.admission.maxHold spec.workers.engine=trtllm spec.workers.metrics.scheme." in str(refused.value)
+    assert "it lacks spec.admission.maxHold spec.workers.engine=trtllm spec.workers.metrics.scheme." in str(
+        refused.value
+    )
     assert "helm upgrade --install thunderagent-crds charts/thunderagent-crds" in str(refused.value)
     cluster.put_crds()
     cluster.put("install")

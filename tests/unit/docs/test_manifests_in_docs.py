@@ -11,6 +11,7 @@ from chart_files import values_schema
 from support.manifests import faults
 from support.markdown import PAGES, ROOT, Block, anchors, blocks, links
 from thunderagent_epp.feed.policy_file import load_policy_file
+from thunderagent_sim.fleet.service import load_service
 
 YAML = blocks("yaml")
 
@@ -27,6 +28,10 @@ def is_values(document: dict[str, Any]) -> bool:
     return document.keys() <= values_schema()["properties"].keys()
 
 
+def is_simulated_engine(document: dict[str, Any]) -> bool:
+    return "prefill_token_seconds" in document
+
+
 @pytest.mark.parametrize("block", YAML, ids=str)
 def test_a_block_of_yaml_would_be_taken(block: Block, tmp_path: Path) -> None:
     for document in documents(block):
@@ -36,9 +41,12 @@ def test_a_block_of_yaml_would_be_taken(block: Block, tmp_path: Path) -> None:
             errors = Draft7Validator(values_schema()).iter_errors(document)
             assert [f"{error.json_path}: {error.message}" for error in errors] == []
         else:
-            file = tmp_path / "policy.yaml"
+            file = tmp_path / "file.yaml"
             file.write_text(block.text)
-            assert load_policy_file(file).workers
+            if is_simulated_engine(document):
+                load_service(file)
+            else:
+                assert load_policy_file(file).workers
 
 
 def test_there_is_something_to_check() -> None:
