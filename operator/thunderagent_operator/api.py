@@ -104,7 +104,7 @@ async def connect() -> client.ApiClient:
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
     else:
-        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)  # type: ignore[no-untyped-call]
     return client.ApiClient(configuration)
 
 
