@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import signal
 import time
 import uuid
@@ -22,6 +24,7 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from thunderagent_sim import anthropic_api, openai_api, responses_api
 from thunderagent_sim.answers import AnswerShape, ApiError, Call, Json, Usage
@@ -40,6 +43,8 @@ VLLM_VERSION = "0.26.0"
 """The release whose interface this is; `/version` says so, as probes ask for it."""
 
 _MAX_BODY_BYTES = 256 * 1024 * 1024
+# As much as uvicorn takes under vLLM.
+_MAX_HEADER_BYTES = 64 * 1024
 # A simulated turn can take minutes; a worker that is told to stop drops its answers, as vLLM does by default.
 _SHUTDOWN_TIMEOUT_SECONDS = 0.1
 
@@ -65,9 +70,9 @@ class WorkerOptions:
     role: WorkerRole | None = None
 
     def __post_init__(self) -> None:
-        if self.startup_delay_seconds < 0:
-            raise ValueError(f"startup_delay must not be negative, not {self.startup_delay_seconds}")
-        if self.step_seconds <= 0:
+        if not 0 <= self.startup_delay_seconds < math.inf:
+            raise ValueError(f"startup_delay must be 0 seconds or more, not {self.startup_delay_seconds}")
+        if not 0 < self.step_seconds < math.inf:
             raise ValueError(f"step must be greater than 0, not {self.step_seconds}")
 
 
@@ -189,19 +194,22 @@ class _Handlers:
 
 
 async def _stream(request: web.Request, generation: Generation, shape: AnswerShape) -> web.StreamResponse:
+    """Send an answer as it comes, for as long as the client stays."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
-    async for text in generation.pieces():
-        events: list[bytes] = []
-        if not response.prepared:
-            await response.prepare(request)
-            events += shape.opening(replace(_usage(generation), completion_tokens=0))
-        events.append(shape.piece(text, _usage(generation)))
-        await response.write(b"".join(events))
-    closing = shape.closing(generation.sequence.answer.decode(), _usage(generation))
-    await response.write(b"".join(closing))
-    await response.write_eof()
+    # A client that leaves cancels the handler, but a write may be under way before that.
+    with contextlib.suppress(ConnectionResetError):
+        async for text in generation.pieces():
+            events: list[bytes] = []
+            if not response.prepared:
+                await response.prepare(request)
+                events += shape.opening(replace(_usage(generation), completion_tokens=0))
+            events.append(shape.piece(text, _usage(generation)))
+            await response.write(b"".join(events))
+        closing = shape.closing(generation.sequence.answer.decode(), _usage(generation))
+        await response.write(b"".join(closing))
+        await response.write_eof()
     return response
 
 
@@ -212,6 +220,15 @@ def _usage(generation: Generation) -> Usage:
 
 def _json(body: Json, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _own_fault(record: logging.LogRecord) -> bool:
+    """Whether the server complains of itself: what is no HTTP is answered 400 and is the client's to know."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_server_log = logging.getLogger(__name__)
+_server_log.addFilter(_own_fault)
 
 
 @contextlib.asynccontextmanager
@@ -231,6 +248,9 @@ async def running_worker(options: WorkerOptions, clock: Clock | None = None) -> 
         handlers.application(),
         handler_cancellation=True,
         access_log=None,
+        logger=_server_log,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
         shutdown_timeout=_SHUTDOWN_TIMEOUT_SECONDS,
     )
     await runner.setup()

@@ -60,6 +60,16 @@ def test_a_port_that_is_taken_is_one_line_and_exit_1():
         (["--capacity-tokens", "15"], "--capacity-tokens 15 is less than one block of 16"),
         (["--decode-tokens-per-second", "0"], "decode_tokens_per_second must be greater than 0"),
         (["--step", "0"], "step must be greater than 0"),
+        (["--step", "nan"], "step must be greater than 0, not nan"),
+        (["--step", "inf"], "step must be greater than 0, not inf"),
+        (["--step=-1"], "step must be greater than 0, not -1.0"),
+        (["--startup-delay", "nan"], "--startup-delay"),
+        (["--startup-delay", "inf"], "startup_delay must be 0 seconds or more, not inf"),
+        (["--startup-delay=-1"], "--startup-delay"),
+        (["--prefill-tokens-per-second", "nan"], "prefill_tokens_per_second must be greater than 0, not nan"),
+        (["--prefill-tokens-per-second", "inf"], "prefill_tokens_per_second must be greater than 0, not inf"),
+        (["--decode-tokens-per-second=-1"], "decode_tokens_per_second must be greater than 0, not -1.0"),
+        (["--decode-tokens-per-second", "nan"], "decode_tokens_per_second must be greater than 0, not nan"),
     ],
 )
 def test_an_option_out_of_range_is_named_and_exit_2(arguments, message):

@@ -6,6 +6,7 @@ import json
 
 import aiohttp
 import pytest
+from aiohttp import web
 from virtual_clock import VirtualClock
 
 from thunderagent_sim.engine import Engine, EngineOptions
@@ -275,6 +276,19 @@ async def test_a_client_that_leaves_in_the_middle_of_an_answer_frees_its_blocks(
             assert engine.cache.used == 3
         await aborted.wait()
     assert engine.cache.used == 0
+
+
+async def test_a_client_that_leaves_while_a_piece_is_written_is_no_fault_of_the_worker(
+    client: aiohttp.ClientSession, worker: SimulatedWorker, monkeypatch, caplog
+):
+    async def left(*_):
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", left)
+    async with client.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        assert await response.read() == b""
+    assert worker.engine.cache.used == 0
+    assert caplog.records == []
 
 
 async def test_a_worker_that_stops_ends_the_answers_in_progress(monkeypatch):

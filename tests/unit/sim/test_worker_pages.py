@@ -1,5 +1,8 @@
 """What probes and operators see: health, version, models, metrics, and errors in vLLM's words."""
 
+import asyncio
+import contextlib
+
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -170,6 +173,27 @@ async def test_messages_are_refused_in_anthropics_words(client):
     async with client.post("/v1/messages", json={**body, "max_tokens": 1, "model": "other"}) as response:
         assert response.status == 404
         assert (await response.json())["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 60_000 + b"\r\n\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nx: \x01\r\n\r\n", 400),
+        (b"no HTTP\r\n\r\n", 400),
+    ],
+)
+async def test_headers_may_be_long_and_what_is_no_http_is_refused_without_a_traceback(
+    worker, caplog, request_bytes, status
+):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(worker.url.rpartition(":")[2]))
+    writer.write(request_bytes)
+    assert int((await reader.readline()).split()[1]) == status
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert caplog.records == []
 
 
 async def test_a_starting_worker_listens_but_knows_no_capacity_and_answers_nothing():
