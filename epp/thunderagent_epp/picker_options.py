@@ -7,6 +7,7 @@ nothing else. What runs is imported when it runs, so that ``--help`` stays quick
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
@@ -60,6 +61,9 @@ def run_picker(
 
     if plaintext and (tls_cert is not None or tls_key is not None):
         refuse("--plaintext: takes no --tls-cert and no --tls-key")
+    for option, seconds in (("--drain-delay", drain_delay), ("--drain-timeout", drain_timeout)):
+        if not math.isfinite(seconds):
+            refuse(f"{option}: must be a number of seconds, not {seconds}")
     options = PickerOptions(
         source=source,
         host=host,

@@ -22,7 +22,7 @@ import grpc
 from thunderagent_epp.extproc.conformance import ConformancePicker
 from thunderagent_epp.extproc.director import DEFAULT_MAX_HELD_BYTES, Director
 from thunderagent_epp.extproc.health import EXT_PROC_SERVICE, Health
-from thunderagent_epp.extproc.ports import listen
+from thunderagent_epp.extproc.ports import listen, named_by
 from thunderagent_epp.extproc.server import DEFAULT_MAX_BODY_BYTES, Server
 from thunderagent_epp.extproc.tls import server_credentials
 from thunderagent_epp.feed.operator_feed import OperatorFeed, Unready
@@ -126,10 +126,13 @@ async def serve(options: PickerOptions) -> None:
     host = options.host or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0")
 
     async with contextlib.AsyncExitStack() as stack:
-        http_port = await status.start(options.host, options.http_port)
+        with named_by("--http-port", host):
+            http_port = await status.start(options.host, options.http_port)
         stack.push_async_callback(status.stop)
-        health_port = await _serve_health(health, host, options.health_port, stack)
-        grpc_port = await server.start(host, options.grpc_port, credentials)
+        with named_by("--health-port", host):
+            health_port = await _serve_health(health, host, options.health_port, stack)
+        with named_by("--grpc-port", host):
+            grpc_port = await server.start(host, options.grpc_port, credentials)
         stack.push_async_callback(server.stop, 0)
         _log.info(
             "listening",

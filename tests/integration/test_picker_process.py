@@ -477,7 +477,19 @@ async def test_a_port_that_is_taken_is_told_in_one_line_with_exit_status_1(polic
             return ("--policy-file", str(policy_file), "--host", "127.0.0.1", option, str(port), *free)
 
         ends = await asyncio.gather(*(failing_picker(*on_the_port(option)) for option in PORTS))
-    assert ends == [(1, [f"thunderagent: cannot listen on 127.0.0.1:{port}: Address already in use"])] * 3
+    assert ends == [
+        (1, [f"thunderagent: {option}: cannot listen on 127.0.0.1:{port}: Address already in use"]) for option in PORTS
+    ]
+
+
+@pytest.mark.parametrize("host", ["nonsense.invalid", "192.0.2.1"])
+async def test_a_host_that_is_not_this_machines_is_told_in_one_line_with_exit_status_1(
+    host: str, policy_file: Path
+) -> None:
+    write_policy(policy_file, {"a": "127.0.0.1:1"})
+    status, (line,) = await failing_picker("--policy-file", str(policy_file), "--host", host)
+    assert status == 1
+    assert line.startswith(f"thunderagent: --host: {host}: ")
 
 
 async def test_a_bad_policy_file_is_told_line_by_line_with_exit_status_2(policy_file: Path) -> None:
@@ -508,10 +520,12 @@ async def test_bad_options_are_told_in_one_line_with_exit_status_2(policy_file: 
         failing_picker(*file, "--plaintext", "--tls-cert", "c"),
         failing_picker(*file, "--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.key"),
         failing_picker(*file, "--log-level", "loud"),
+        failing_picker(*file, "--drain-timeout", "inf"),
     )
     assert ends == [
         (2, ["thunderagent: /nowhere.yaml: cannot be read: No such file or directory"]),
         (2, ["thunderagent: --plaintext: takes no --tls-cert and no --tls-key"]),
         (2, ["thunderagent: TLS certificate /nowhere.pem cannot be read: No such file or directory"]),
         (2, ["thunderagent: --log-level: unknown log level 'loud': choose from debug, info, warning, error"]),
+        (2, ["thunderagent: --drain-timeout: must be a number of seconds, not inf"]),
     ]

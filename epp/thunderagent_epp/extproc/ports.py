@@ -1,11 +1,14 @@
 """Listening with gRPC, and saying in the system's words why that cannot be.
 
-The picker's port and the health port are had through here. gRPC by itself only tells that it failed.
+The picker's port and the health port are had through here. gRPC by itself only tells that it failed. What the user
+can change is an option, so `named_by` adds its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 
 import grpc
 
@@ -22,6 +25,20 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serv
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {_reason(host, port) or error}") from error
+
+
+@contextlib.contextmanager
+def named_by(option: str, host: str, host_option: str = "--host") -> Iterator[None]:
+    """Name the option at fault when listening within the block fails: the port's, or the host's if no port would do.
+
+    Raises OSError in place of the one that came.
+    """
+    try:
+        yield
+    except OSError as error:
+        # Asked for a free port, the system objects to the host alone.
+        reason = _reason(host, 0)
+        raise OSError(f"{option}: {error}" if reason is None else f"{host_option}: {host}: {reason}") from error
 
 
 def _reason(host: str, port: int) -> str | None:
