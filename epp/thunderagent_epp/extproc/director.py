@@ -10,14 +10,17 @@ sets, so nothing polls and nothing runs for a request that waits.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from thunderagent_epp.extproc.actions import Cause
+from thunderagent_epp.extproc.admission import Admission
 from thunderagent_epp.extproc.errors import Refusal, Refused
+from thunderagent_epp.extproc.holds import Holds
 from thunderagent_epp.extproc.prefill_leg import PrefillLeg
 from thunderagent_epp.extproc.subset import Subset
 from thunderagent_epp.extproc.turn import Placement
@@ -46,76 +49,13 @@ from thunderagent_epp.telemetry.status import (
 )
 
 _log = logger("scheduling")
+_extproc_log = logger("extproc")
+
+LONG_HOLD_SECONDS: Final = 60.0
 
 DEFAULT_MAX_HELD_BYTES = 1 << 30
 
 _REFUSALS = {Reason.REQUEST_LIMIT: Refusal.REQUEST_LIMIT, Reason.PROGRAM_LIMIT: Refusal.PROGRAM_LIMIT}
-
-
-class Admission:
-    """One request the director let in; `placement` is None while it is held.
-
-    The server tells it each thing once and in order: `responding`, `progress`, and in the end `ended`, whatever the
-    end is. A held admission may be ended at any moment: its program is then as it was before.
-    """
-
-    __slots__ = (
-        "_director",
-        "_ended",
-        "_held_since",
-        "_hold",
-        "_hold_class",
-        "_hold_timer",
-        "body_bytes",
-        "id",
-        "input_tokens",
-        "placement",
-        "request",
-        "subset",
-        "tracked",
-        "worker",
-    )
-
-    def __init__(
-        self, director: Director, request_id: str, request: InferenceRequest, subset: Subset | None, body_bytes: int
-    ) -> None:
-        self._director = director
-        self._ended = False
-        self._hold: asyncio.Future[Placement | Refused] | None = None
-        self._hold_class = HoldClass.NEW
-        self._hold_timer: asyncio.TimerHandle | None = None
-        self._held_since = 0.0
-        self.body_bytes = body_bytes
-        self.id = request_id
-        self.input_tokens = 0
-        self.placement: Placement | None = None
-        self.request = request
-        self.subset = subset
-        self.tracked = False
-        """Whether the classifier knows it."""
-        self.worker: WorkerRank | None = None
-
-    async def released(self) -> Placement:
-        """Wait for the release. Raises Refused if the hold ends otherwise; cancelling it leaves `ended` to be told."""
-        assert self._hold is not None, "only a held request is waited for"
-        outcome = await self._hold
-        if isinstance(outcome, Refused):
-            raise outcome
-        return outcome
-
-    def responding(self, served: str | None) -> None:
-        """The answer has begun; ``served`` is the endpoint it comes from, None where the proxy does not say."""
-        self._director._responding(self, served)
-
-    def progress(self, events: int) -> None:
-        """``events`` data events of the answer have been seen."""
-        self._director._progress(self, self.input_tokens + events)
-
-    def ended(self, completed: bool, reader: AnswerReader | None, cause: Cause) -> None:
-        """The one terminal hook: a 2xx answer was seen to its end, or anything else ended the request."""
-        assert not self._ended, "a request ends once"
-        self._ended = True
-        self._director._end(self, completed, reader, cause)
 
 
 class Director:
@@ -132,7 +72,6 @@ class Director:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
-        self._max_held_bytes = max_held_bytes
         self._clock = clock
         self._snapshot: Snapshot | None = None
         self._applied_at = 0.0
@@ -142,8 +81,8 @@ class Director:
         self._bytes_per_token = BytesPerToken()
         self._by_endpoint: dict[str, WorkerRank] = {}
         self._ids = count(1)
-        self._held: dict[str, Admission] = {}
-        self._held_bytes = 0
+        self._holds: Holds[Admission] = Holds(metrics, max_held_bytes, clock, self._hold_timed_out)
+        self._told_of_holds_at = -math.inf
         self._retiring = False
         self._unready: Readiness | None = None
         self._draining = False
@@ -200,6 +139,7 @@ class Director:
             return
         decisions = self._classifier.tick(self._clock())
         self._carry_out(decisions)
+        self._tell_of_long_holds()
         if not decisions:
             return
         forced = sum(isinstance(decision, Resume) and decision.forced for decision in decisions)
@@ -214,6 +154,13 @@ class Director:
             programs={f"{status}_{lifecycle}": number for (status, lifecycle), number in census.items()},
         )
 
+    def _tell_of_long_holds(self) -> None:
+        """Say now and then that requests have waited for long: to their clients it looks as if nothing happened."""
+        longest, now = self._holds.longest_seconds, self._clock()
+        if longest >= LONG_HOLD_SECONDS and now - self._told_of_holds_at >= LONG_HOLD_SECONDS:
+            self._told_of_holds_at = now
+            _extproc_log.info("requests are held for long", holds=len(self._holds), longest_seconds=round(longest))
+
     def retire(self) -> None:
         """Be ready no longer, so that proxies go elsewhere; requests are still taken."""
         self._retiring = True
@@ -221,7 +168,7 @@ class Director:
     def drain(self) -> None:
         """Refuse every held request and every new one; those released go on."""
         self._retiring = self._draining = True
-        for admission in list(self._held.values()):
+        for admission in self._holds.all():
             self._refuse_hold(admission, Refused(Refusal.DRAINING))
 
     def watch_streams(self, open_streams: Callable[[], int]) -> None:
@@ -238,8 +185,8 @@ class Director:
             programs={} if classifier is None else {(str(s), str(c)): n for (s, c), n in classifier.census.items()},
             waiting=0 if classifier is None else classifier.waiting,
             tracked=0 if classifier is None else classifier.tracked,
-            holds=len(self._held),
-            held_bytes=self._held_bytes,
+            holds=len(self._holds),
+            held_bytes=self._holds.bytes,
             open_streams=self._open_streams(),
             bytes_per_token=self._bytes_per_token.ratios(),
         )
@@ -252,8 +199,8 @@ class Director:
             readiness=self.readiness,
             policy=None if snapshot is None else policy_parameters(snapshot),
             snapshot=self._snapshot_status(),
-            holds=len(self._held),
-            held_bytes=self._held_bytes,
+            holds=len(self._holds),
+            held_bytes=self._holds.bytes,
             workers=() if snapshot is None else worker_statuses(snapshot.capacity, self._used),
             state=nothing if self._classifier is None else self._classifier.dump(),
         )
@@ -331,7 +278,8 @@ class Director:
         )
         return placement
 
-    def _responding(self, admission: Admission, served: str | None) -> None:
+    def responding(self, admission: Admission, served: str | None) -> None:
+        """See `Admission.responding`."""
         worker = None if served is None else self._by_endpoint.get(served)
         if worker is not None and worker != admission.worker:
             admission.worker = worker
@@ -340,12 +288,14 @@ class Director:
         self._selector.responding(admission.id, worker)
         self._prefill.over(admission.id)
 
-    def _progress(self, admission: Admission, tokens: int) -> None:
+    def progress(self, admission: Admission, tokens: int) -> None:
+        """The live context of a request is ``tokens`` now."""
         self._selector.progress(admission.id, tokens)
         if admission.tracked and self._classifier is not None:
             self._classifier.progress(admission.id, tokens)
 
-    def _end(self, admission: Admission, completed: bool, reader: AnswerReader | None, cause: Cause) -> None:
+    def end(self, admission: Admission, completed: bool, reader: AnswerReader | None, cause: Cause) -> None:
+        """See `Admission.ended`."""
         request = admission.request
         tokens = None
         if completed and reader is not None:
@@ -364,7 +314,7 @@ class Director:
             input_tokens=admission.input_tokens,
             context_tokens=tokens,
         )
-        self._leave_hold(admission)
+        self._holds.leave(admission.id)
         if not admission.tracked or self._classifier is None:
             return
         now = self._clock()
@@ -383,37 +333,21 @@ class Director:
     # -- holds -----------------------------------------------------------------------------------------------------
 
     def _start_hold(self, admission: Admission, lifecycle: Lifecycle | None) -> None:
-        assert self._snapshot is not None
         assert self._classifier is not None
-        if self._held_bytes + admission.body_bytes > self._max_held_bytes:
+        if not self._holds.have_room(admission.body_bytes):
             self._carry_out(self._classifier.aborted(admission.id, self._clock()))
             raise Refused(Refusal.HOLD_LIMIT)
-        loop = asyncio.get_running_loop()
-        admission._hold = loop.create_future()
-        admission._held_since = self._clock()
+        hold_class = HoldClass.NEW
         if lifecycle is not None:
-            admission._hold_class = HoldClass.PAUSED if lifecycle is Lifecycle.PAUSED else HoldClass.CONTINUATION
-        max_hold = self._snapshot.admission.max_hold_seconds
-        if max_hold is not None:
-            admission._hold_timer = loop.call_later(max_hold, self._hold_timed_out, admission)
-        self._held[admission.id] = admission
-        self._held_bytes += admission.body_bytes
+            hold_class = HoldClass.PAUSED if lifecycle is Lifecycle.PAUSED else HoldClass.CONTINUATION
+        admission.hold = self._holds.start(admission.id, admission, admission.body_bytes, hold_class)
         _log.debug(
             "held",
             request=admission.id,
             session=admission.request.session,
             input_tokens=admission.input_tokens,
-            hold_class=str(admission._hold_class),
+            hold_class=str(hold_class),
         )
-
-    def _leave_hold(self, admission: Admission) -> None:
-        """Forget a hold, however it ended; does nothing for a request that is not held."""
-        if self._held.pop(admission.id, None) is None:
-            return
-        self._held_bytes -= admission.body_bytes
-        if admission._hold_timer is not None:
-            admission._hold_timer.cancel()
-        self._metrics.hold(self._clock() - admission._held_since, admission._hold_class)
 
     def _hold_timed_out(self, admission: Admission) -> None:
         assert self._snapshot is not None
@@ -421,19 +355,22 @@ class Director:
         self._refuse_hold(admission, Refused(Refusal.HOLD_TIMEOUT, retry_after_seconds=interval))
 
     def _refuse_hold(self, admission: Admission, refused: Refused) -> None:
-        self._leave_hold(admission)
-        _end_hold(admission, refused)
+        self._end_hold(admission, refused)
         if self._classifier is not None:
             self._carry_out(self._classifier.aborted(admission.id, self._clock()))
 
     def _release_hold(self, admission: Admission, target: WorkerRank | None) -> None:
-        self._leave_hold(admission)
         try:
             placement = self._place(admission, target, self._candidates(admission.subset))
         except Refused as refused:
             self._refuse_hold(admission, refused)
         else:
-            _end_hold(admission, placement)
+            self._end_hold(admission, placement)
+
+    def _end_hold(self, admission: Admission, outcome: Placement | Refused) -> None:
+        hold = self._holds.leave(admission.id)
+        assert hold is not None, "a hold ends once"
+        hold.end(outcome)
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         """Count decisions and release what they release; a release that fails may lead to further decisions."""
@@ -446,10 +383,10 @@ class Director:
                 decision = self._carrying_out.popleft()
                 self._metrics.decided((decision,))
                 if isinstance(decision, Release):
-                    admission = self._held.get(decision.request)
+                    hold = self._holds.get(decision.request)
                     # A request that ended in this very round, through another's failure, is no longer held.
-                    if admission is not None:
-                        self._release_hold(admission, decision.worker)
+                    if hold is not None:
+                        self._release_hold(hold.admission, decision.worker)
         finally:
             self._carrying_out = None
 
@@ -464,9 +401,10 @@ class Director:
         else:
             # Other rules know nothing of the programs so far: what is held goes, what runs is no longer charged.
             self._classifier = pooled_rules(policy, snapshot.capacity, snapshot.disaggregation)
-            for admission in list(self._held.values()):
+            for admission in self._holds.all():
                 admission.tracked = False
                 self._release_hold(admission, None)
+        self._holds.limit(policy.max_hold_seconds)
         self._interval_changed.set()
 
     def _keep_ledgers(self, snapshot: Snapshot) -> None:
@@ -493,10 +431,3 @@ def _ledgers(snapshot: Snapshot) -> tuple[str, RetentionPool]:
     """What decides which rules there are, and over which pools; aggregated workers are a decode pool by themselves."""
     terms = snapshot.disaggregation
     return snapshot.admission.policy, RetentionPool.DECODE if terms is None else terms.retention_pool
-
-
-def _end_hold(admission: Admission, outcome: Placement | Refused) -> None:
-    """Wake who waits, unless its client has left already: it is about to tell so."""
-    assert admission._hold is not None
-    if not admission._hold.done():
-        admission._hold.set_result(outcome)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from thunderagent_epp.extproc.actions import Cause
-from thunderagent_epp.extproc.director import Admission, Director
+from thunderagent_epp.extproc.admission import Admission
+from thunderagent_epp.extproc.director import Director
 from thunderagent_epp.extproc.errors import Refusal, Refused
 from thunderagent_epp.extproc.subset import Subset
 from thunderagent_epp.requests.answer import AnswerReader
@@ -265,6 +266,18 @@ async def test_a_hold_longer_than_the_policy_allows_is_refused(director: Directo
     assert (refused.value.code, refused.value.retry_after_seconds) == (Refusal.HOLD_TIMEOUT, 7)
     complete(first)
     assert used(director) == {"a/0": 150}
+
+
+async def test_a_limit_set_while_requests_are_held_holds_for_them_too(director: Director, clock: Clock) -> None:
+    first = turn(director, "s", 100)
+    held = turn(director, "s", 200)
+    clock.now = 30.0
+    director.apply(snapshot(2, a=1000, b=1000, parameters={"max_hold_seconds": 29.0}))
+    with pytest.raises(Refused) as refused:
+        await held.released()
+    held.ended(False, None, Cause.REFUSED)
+    assert refused.value.code is Refusal.HOLD_TIMEOUT
+    complete(first)
 
 
 async def test_disabling_admission_releases_every_hold(director: Director) -> None:

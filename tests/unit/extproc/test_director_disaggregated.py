@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thunderagent_epp.extproc.actions import Cause
-from thunderagent_epp.extproc.director import Admission, Director
+from thunderagent_epp.extproc.admission import Admission
+from thunderagent_epp.extproc.director import Director
 from thunderagent_epp.extproc.errors import Refusal, Refused
 from thunderagent_epp.extproc.subset import Subset
 from thunderagent_epp.extproc.turn import Placement
