@@ -27,8 +27,10 @@ LEAST_SECONDS: Final = 10.0
 """Two gateways have to come up within it, and agents to work."""
 
 _LOOK_INTERVAL_SECONDS: Final = 0.25
-# What is not start-up and not load: this program's own start, the end of the processes, a slower second start.
+# What is not start-up and not load: this program's own start, and the end of the processes.
 _SPARE_SECONDS: Final = 2.0
+# The second gateway may take half as long again to start as the first.
+_SLOWER_START: Final = 1.25
 _LEAST_LOAD_SECONDS: Final = 1.0
 
 
@@ -114,20 +116,23 @@ async def run_demo(
     shape: LoadShape | None = None,
     *,
     disaggregated: bool = False,
+    so_far: dict[Phase, PhaseResult] | None = None,
 ) -> dict[Phase, PhaseResult]:
     """Run all phases within ``seconds`` (>= `LEAST_SECONDS`), over prefill and decode workers if ``disaggregated``.
 
+    ``so_far`` is filled meanwhile, for who interrupts it: with the result of each phase as if it were over now.
     Raises PartError when a part is missing or breaks.
     """
-    results: dict[Phase, PhaseResult] = {}
+    results = {} if so_far is None else so_far
     load: float | None = None
+    end = clock() + seconds - _SPARE_SECONDS
     for phase in PHASES:
         view.starting(phase)
         began = clock()
         async with running_gateway(phase.admission, disaggregated=disaggregated) as gateway:
             start_seconds = clock() - began
-            # Settled once, for the phases to be comparable.
-            load = load_seconds(seconds, start_seconds) if load is None else load
+            # Settled once, for the phases to be comparable, unless the second start takes too long for that.
+            load = load_seconds(seconds, start_seconds) if load is None else time_left(load, end - clock())
             view.ready(phase, start_seconds, load)
             agents = Agents(gateway.url, MODEL, shape or LoadShape(), seed, clock)
             results[phase] = await run_phase(phase, gateway, agents, load, view, results)
@@ -136,8 +141,13 @@ async def run_demo(
 
 
 def load_seconds(total_seconds: float, start_seconds: float) -> float:
-    """How long the agents may work in each phase, if each gateway takes ``start_seconds`` to come up."""
-    return max((total_seconds - _SPARE_SECONDS) / len(PHASES) - start_seconds, _LEAST_LOAD_SECONDS)
+    """How long the agents may work in each phase, if the first gateway took ``start_seconds`` to come up."""
+    return max((total_seconds - _SPARE_SECONDS) / len(PHASES) - _SLOWER_START * start_seconds, _LEAST_LOAD_SECONDS)
+
+
+def time_left(load_seconds: float, left_seconds: float) -> float:
+    """How long the agents may work in the last phase, ``left_seconds`` before the end."""
+    return max(min(load_seconds, left_seconds), _LEAST_LOAD_SECONDS)
 
 
 async def run_phase(
@@ -146,15 +156,20 @@ async def run_phase(
     agents: Agents,
     seconds: float,
     view: View,
-    earlier: Mapping[Phase, PhaseResult],
+    results: dict[Phase, PhaseResult],
 ) -> PhaseResult:
-    """Let the agents work for ``seconds`` and say what came of it. Raises PartError when a part breaks meanwhile."""
+    """Let the agents work for ``seconds`` and say what came of it; ``results`` has it meanwhile, and earlier phases.
+
+    Raises PartError when a part breaks meanwhile.
+    """
     clock = agents.clock
+    earlier = dict(results)
 
     async def look_on() -> PhaseResult:
         async with aiohttp.ClientSession() as client:
             before = await observe(gateway, client)
-            end = clock() + seconds
+            began = clock()
+            end = began + seconds
             while (left := end - clock()) > 0:
                 observation = await observe(gateway, client)
                 view.show(
@@ -167,9 +182,10 @@ async def run_phase(
                         now=clock(),
                         observation=observation,
                         hit_rate=_hit_rate(before, observation),
-                        earlier=dict(earlier),
+                        earlier=earlier,
                     )
                 )
+                results[phase] = summarize(agents, before, observation, clock() - began)
                 await asyncio.sleep(min(_LOOK_INTERVAL_SECONDS, max(end - clock(), 0)))
             return summarize(agents, before, await observe(gateway, client), seconds)
 

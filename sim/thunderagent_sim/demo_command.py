@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from thunderagent_sim.demo import Phase, PhaseResult
     from thunderagent_sim.gateway import Gateway
 
 PART_FAILED: Final = 1
@@ -71,18 +72,27 @@ def demo(
 def _compare(
     seconds: float, seed: int, json: bool, screenshot: Path | None, console: Console, disaggregated: bool
 ) -> None:
+    from functools import partial
     from json import dumps
 
     from thunderagent_sim.demo import run_demo
     from thunderagent_sim.live_view import LiveScreen, PlainLines, result_table, save_screenshot
 
     middle = None
-    if console.is_interactive or screenshot is not None:
-        with LiveScreen(console) as live:
-            results = _run(run_demo(seconds, seed, live, time.monotonic, disaggregated=disaggregated))
-        middle = live.middle
-    else:
-        results = _run(run_demo(seconds, seed, PlainLines(console), time.monotonic, disaggregated=disaggregated))
+    so_far: dict[Phase, PhaseResult] = {}
+    on_time = partial(run_demo, seconds, seed, clock=time.monotonic, disaggregated=disaggregated, so_far=so_far)
+    try:
+        if console.is_interactive or screenshot is not None:
+            with LiveScreen(console) as live:
+                results = _run(on_time(view=live))
+            middle = live.middle
+        else:
+            results = _run(on_time(view=PlainLines(console)))
+    except typer.Exit:
+        if so_far:
+            console.print(result_table(so_far, seed))
+        console.print("interrupted: this is what was measured until then" if so_far else "interrupted")
+        raise
     table = result_table(results, seed)
     if json:
         typer.echo(dumps({phase.key: result.as_json() for phase, result in results.items()}))
@@ -115,7 +125,7 @@ def _welcome(gateway: Gateway) -> str:
     body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"hello"}}]}}'
     return (
         f"The gateway is at {gateway.url}; Ctrl-C ends it. Send it turns of a session:\n\n"
-        f"  curl {gateway.url}/v1/chat/completions -H 'content-type: application/json'"
+        f"  curl -w '\\n' {gateway.url}/v1/chat/completions -H 'content-type: application/json'"
         f" -H '{SESSION_HEADER}: mine' -d '{body}'\n\n"
         f"  state    {gateway.picker_url}/state\n"
         f"  metrics  {gateway.picker_url}/metrics\n"

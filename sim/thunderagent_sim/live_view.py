@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -160,7 +160,7 @@ def result_table(results: Mapping[Phase, PhaseResult], seed: int) -> RenderableT
         table,
         "",
         Text(
-            f"The same sessions (seed {seed}), {columns[0].load_seconds:.0f} s each, from empty caches; baseline is"
+            f"The same sessions (seed {seed}), {_for_how_long(columns)}, from empty caches; baseline is"
             " admission Disabled. Turn times include holds, and unfinished turns with the time they had taken. Holds"
             " make some turns wait longer so that the others find their context cached.",
             style="dim",
@@ -171,6 +171,11 @@ def result_table(results: Mapping[Phase, PhaseResult], seed: int) -> RenderableT
             if result.first_failure is not None
         ),
     )
+
+
+def _for_how_long(results: Sequence[PhaseResult]) -> str:
+    seconds = [f"{result.load_seconds:.0f} s" for result in results]
+    return f"{seconds[0]} each" if len(set(seconds)) == 1 else " and ".join(seconds)
 
 
 def save_screenshot(file: Path, *drawn: RenderableType) -> None:

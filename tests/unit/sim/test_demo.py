@@ -10,7 +10,7 @@ from thunderagent_epp.feed.policy_file import parse_policy_file
 from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
 from thunderagent_sim.agent_script import LoadShape
 from thunderagent_sim.agents import Agents
-from thunderagent_sim.demo import BASELINE, PROGRAM_AWARE, PhaseResult, load_seconds, percentile, summarize
+from thunderagent_sim.demo import BASELINE, PROGRAM_AWARE, PhaseResult, load_seconds, percentile, summarize, time_left
 from thunderagent_sim.gateway import (
     DISAGGREGATED_WORKERS,
     PickerPorts,
@@ -35,8 +35,14 @@ def agents(*, took: list[float], running_for: list[float]) -> Agents:
 
 
 def test_the_load_gets_what_two_starts_and_some_spare_time_leave() -> None:
-    assert load_seconds(55.0, start_seconds=2.5) == 24.0
+    assert load_seconds(55.0, start_seconds=2.0) == 24.0
     assert load_seconds(10.0, start_seconds=9.0) == 1.0
+
+
+def test_the_second_phase_is_as_long_as_the_first_unless_there_is_no_time_left_for_that() -> None:
+    assert time_left(24.0, 25.0) == 24.0
+    assert time_left(24.0, 20.5) == 20.5
+    assert time_left(24.0, -3.0) == 1.0
 
 
 @pytest.mark.parametrize(("percent", "value"), [(50, 2.0), (75, 3.0), (76, 4.0), (99, 4.0), (100, 4.0), (1, 1.0)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import typer
@@ -32,7 +34,7 @@ def demo_gives(
 ) -> list[tuple[float, int, bool]]:
     asked: list[tuple[float, int, bool]] = []
 
-    async def run_demo(seconds, seed, view, clock, *, disaggregated):
+    async def run_demo(seconds, seed, view, clock, *, disaggregated, so_far):
         asked.append((seconds, seed, disaggregated))
         view.starting(PROGRAM_AWARE)
         return {PROGRAM_AWARE: policy, BASELINE: baseline}
@@ -135,5 +137,43 @@ def test_a_signal_takes_everything_down_and_is_the_exit_status(monkeypatch, numb
             taken_down.append("all")
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
-    assert run().exit_code == status
+    result = run()
+    assert result.exit_code == status
+    assert result.stdout == "interrupted\n"
     assert taken_down == ["all"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_was_measured_until_a_signal_is_printed_but_not_as_the_json_of_a_whole_run(monkeypatch, as_json) -> None:
+    async def run_demo(*_, so_far, **__):
+        so_far[PROGRAM_AWARE] = GOOD
+        so_far[BASELINE] = replace(GOOD, turns=21, load_seconds=7.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
+    result = run("--json") if as_json else run()
+    assert result.exit_code == 130
+    table = result.stderr if as_json else result.stdout
+    assert ["turns", "68", "21"] in [line.split() for line in table.splitlines()]
+    assert "20 s and 7 s" in table
+    assert table.endswith("interrupted: this is what was measured until then\n")
+    if as_json:
+        assert result.stdout == ""
+
+
+def test_the_curl_line_of_serve_ends_the_answer_with_a_newline(monkeypatch, tmp_path) -> None:
+    class StandsForAGateway:
+        url = "http://127.0.0.1:1"
+        picker_url = "http://127.0.0.1:2"
+        policy_file = tmp_path / "policy.yaml"
+
+        async def watch(self) -> None:
+            raise TimeoutError
+
+    @contextlib.asynccontextmanager
+    async def running_gateway(*_, **__):
+        yield StandsForAGateway()
+
+    monkeypatch.setattr("thunderagent_sim.gateway.running_gateway", running_gateway)
+    assert r"  curl -w '\n' http://127.0.0.1:1/v1/chat/completions " in run("--serve").stdout
