@@ -14,11 +14,11 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent_epp.feed.problems import problems
-from thunderagent_epp.feed.spec import Port
+from thunderagent_epp.feed.spec import CAPACITY_TOKENS_MAX, Port
 from thunderagent_epp.scheduling.capacity import Role, Worker, WorkerRank
 from thunderagent_operator.probes.http import Address
 from thunderagent_operator.probes.prober import ProbeTarget
-from thunderagent_operator.probes.reading import CAPACITY_TOKENS_MAX, Capacity
+from thunderagent_operator.probes.reading import Capacity
 from thunderagent_operator.resources import TARGET_PORTS_MAX, LabelSelector, PolicySpec, WorkersSpec
 from thunderagent_operator.selectors import PodSelector
 

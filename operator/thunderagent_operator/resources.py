@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from thunderagent_epp.feed.problems import Problem, problems
 from thunderagent_epp.feed.spec import (
     STRICT_SPEC,
+    CapacityTokens,
     Engine,
     MetricsSpec,
     Port,
@@ -26,7 +27,6 @@ from thunderagent_epp.feed.spec import (
 )
 from thunderagent_epp.scheduling.policy import SPEC, AdmissionPolicy, Seconds
 from thunderagent_epp.scheduling.topology import Disaggregation, Handoff, RetentionPool
-from thunderagent_operator.probes.reading import CAPACITY_TOKENS_MAX
 from thunderagent_operator.status import PolicyStatus
 
 GROUP: Final = "thunderagent.io"
@@ -75,7 +75,6 @@ LabelValue = Annotated[
     Field(max_length=63, json_schema_extra={"pattern": LABEL_VALUE_PATTERN}),
     _matches(LABEL_VALUE_PATTERN, "a label's value"),
 ]
-CapacityTokens = Annotated[int, Field(ge=1, le=CAPACITY_TOKENS_MAX)]
 
 
 class LabelRequirement(SpecSection):

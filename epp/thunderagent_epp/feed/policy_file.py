@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 from thunderagent_epp.feed.problems import Problem, problems
 from thunderagent_epp.feed.spec import (
     STRICT_SPEC,
+    CapacityTokens,
     DisaggregationTerms,
     Engine,
     MetricsSpec,
@@ -80,7 +81,7 @@ class WorkerSpec(BaseModel):
     ports: Annotated[list[Port], Field(min_length=1, max_length=8), AfterValidator(_ports)] = Field(
         description="One port per data-parallel rank."
     )
-    capacity_tokens: Annotated[int, Field(gt=0)] | None = Field(
+    capacity_tokens: CapacityTokens | None = Field(
         None, alias="capacityTokens", description="Tokens the KV cache of each rank holds; left out: unknown."
     )
     role: Literal["prefill", "decode", "prefill-decode"] | None = Field(

@@ -20,6 +20,8 @@ STRICT_SPEC: Final = ConfigDict(
 )
 """Of every model a user writes: unknown fields are errors, text is never read as a number, camelCase only."""
 
+CAPACITY_TOKENS_MAX: Final = 10**12
+"""Far above any KV cache (at 1 KB a token: a petabyte) and far below what an int64 sum over a fleet holds."""
 
 NAMES_MAX: Final = 32
 NAME_CHARACTERS_MAX: Final = 256
@@ -52,6 +54,7 @@ def _unique(names: list[str]) -> list[str]:
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+CapacityTokens = Annotated[int, Field(ge=1, le=CAPACITY_TOKENS_MAX)]
 Engine = Literal["auto", "vllm", "sglang", "trtllm", "llamacpp", "none"]
 HeaderName = Annotated[
     str,

@@ -16,8 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-CAPACITY_TOKENS_MAX: Final = 10**12
-"""Far above any KV cache (at 1 KB a token: a petabyte) and far below what an int64 sum over a fleet holds."""
+from thunderagent_epp.feed.spec import CAPACITY_TOKENS_MAX
 
 _WHOLE_NUMBER: Final = re.compile(r"([0-9]{1,18})(?:\.0+)?")
 

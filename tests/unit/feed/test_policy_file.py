@@ -199,7 +199,14 @@ def test_a_file_without_workers_is_refused(workers: str) -> None:
             "{name: b, address: 10.0.0.1, ports: [7999, 8000]}",
             ".ports[1]: 10.0.0.1:8000 belongs to worker a already",
         ),
-        ("{name: b, address: 10.0.0.2, ports: [1], capacityTokens: 0}", ".capacityTokens: must be above 0, not 0"),
+        (
+            "{name: b, address: 10.0.0.2, ports: [1], capacityTokens: 0}",
+            ".capacityTokens: must be between 1 and 1000000000000, not 0",
+        ),
+        (
+            "{name: b, address: 10.0.0.2, ports: [1], capacityTokens: 100000000000000000000000000}",
+            ".capacityTokens: must be between 1 and 1000000000000, not 100000000000000000000000000",
+        ),
         ("{name: b, adress: 10.0.0.2, address: 10.0.0.2, ports: [1]}", ".adress: unknown field; did you mean address?"),
         ("8000", ": must be a mapping of fields, not 8000"),
     ],
