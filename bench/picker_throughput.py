@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,17 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
+def summary(shape: Shape, rates: Mapping[str, Sequence[float]], costs: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """One row: medians over the rounds, and the ratio of the two rates beside which it is printed."""
+    requests_per_second = {name: statistics.median(each) for name, each in rates.items()}
+    return {
+        "shape": shape.name,
+        "requests_per_second": requests_per_second,
+        "cpu_microseconds": {name: statistics.median(each) for name, each in costs.items()},
+        "ratio": requests_per_second["epp"] / requests_per_second["bare"],
+    }
+
+
 async def run(console: Console, *, seconds: float = 3.0, rounds: int = 5) -> dict[str, Any]:
     """Measure every shape and print the table."""
     async with contextlib.AsyncExitStack() as stack:
@@ -210,19 +221,10 @@ async def run(console: Console, *, seconds: float = 3.0, rounds: int = 5) -> dic
                         rates[name].append(answered / seconds)
                         costs[name].append(1e6 * (cpu_seconds(pid) - before) / answered)
                         progress.advance(task)
-                results.append(
-                    {
-                        "shape": shape.name,
-                        "requests_per_second": {name: statistics.median(rates[name]) for name in pickers},
-                        "cpu_microseconds": {name: statistics.median(costs[name]) for name in pickers},
-                        "ratio": statistics.median(
-                            epp / bare for epp, bare in zip(rates["epp"], rates["bare"], strict=True)
-                        ),
-                    }
-                )
+                results.append(summary(shape, rates, costs))
         table = Table(
             "shape", "bare, req/s", "EPP, req/s", "EPP / bare", "bare, CPU µs/req", "EPP, CPU µs/req",
-            title=f"One picker process through Envoy, {CONNECTIONS} sessions, median of {rounds} × {seconds:g} s",
+            title=f"One picker process through Envoy, {CONNECTIONS} sessions, medians of {rounds} × {seconds:g} s",
         )  # fmt: skip
         for result in results:
             rate, cost = result["requests_per_second"], result["cpu_microseconds"]
