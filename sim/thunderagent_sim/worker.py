@@ -127,6 +127,8 @@ class _Handlers:
             refusal = error
         except web.HTTPException as error:
             refusal = ApiError(HTTPStatus(error.status), error.reason)
+        except RecursionError:
+            refusal = ApiError(HTTPStatus.BAD_REQUEST, "JSON decode error: nested too deeply")
         anthropic = request.path.startswith("/v1/messages")
         body = anthropic_api.error_body(refusal) if anthropic else openai_api.error_body(refusal)
         return _json(body, refusal.status)

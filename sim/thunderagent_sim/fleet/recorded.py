@@ -86,6 +86,8 @@ def _read(line: bytes, place: str) -> _Record:
         given = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{place}: not a JSON object: {error}") from None
+    except RecursionError:
+        raise WorkloadError(f"{place}: nested too deeply") from None
     if not isinstance(given, dict):
         raise WorkloadError(f"{place}: not a JSON object")
     try:

@@ -61,6 +61,7 @@ def test_the_largest_context_is_that_of_prompt_and_answer():
     [
         ("nonsense", "trace.jsonl:2: not a JSON object: "),
         ("[1]", "trace.jsonl:2: not a JSON object"),
+        pytest.param("[" * 100_000, "trace.jsonl:2: nested too deeply", id="deep"),
         ('{"turn":1,"output":1}', "trace.jsonl:2: prompt: is required"),
         ('{"turn":1,"prompt":0,"output":1}', "trace.jsonl:2: prompt: must be above 0, not 0"),
         ('{"turn":1,"prompt":"5","output":1}', "trace.jsonl:2: prompt: must be a whole number, not '5'"),

@@ -154,6 +154,17 @@ async def test_what_cannot_be_answered_is_refused_as_vllm_does(client, path, bod
     assert (error["type"], error["param"], error["code"]) == (type_, param, status)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("depth", [400, 100_000])
+async def test_what_is_nested_deeply_is_no_fault_of_the_worker(client, caplog, path, depth):
+    field = "messages" if path.endswith(("/messages", "/chat/completions")) else "input"
+    nested = "[" * depth + "]" * depth
+    content = f'[{{"role":"user","content":{nested}}}]' if field == "messages" else nested
+    async with client.post(path, data=f'{{"{field}":{content},"prompt":"x","max_tokens":1}}') as response:
+        assert response.status in (200, 400)
+    assert caplog.records == []
+
+
 async def test_a_prompt_as_long_as_the_context_leaves_no_room_for_an_answer(client):
     async with client.post("/v1/completions", json={"prompt": "x" * 3200}) as response:
         assert response.status == 400
