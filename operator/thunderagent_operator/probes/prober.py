@@ -6,8 +6,8 @@ earliest, so thousands of workers cost neither thousands of tasks nor thousands 
 probes run at once. What is due next after a probe:
 
 ====================  ==========================================================================================
-capacity told         after the policy's interval, one tenth up or down so that workers do not march in step; later
-                      where so many are followed that the process would do little else
+capacity told         after the policy's interval, one tenth up or down so that workers do not march in step; where
+                      so many are followed that the process would do little else, later and a few together
 answered, not told    after 1 s, then 2 s, 4 s, … up to the interval: the engine is still starting
 failed                after 1 s, then 2 s, 4 s, … up to a minute, shortened by a random half at most
 worker is not live    not until it is
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ RETRY_SECONDS_MAX: Final = 60.0
 INTERVAL_SECONDS_MIN: Final = 0.1
 CONFIRMATIONS_PER_SECOND_MAX: Final = 15.0
 """A KV cache does not change its size while its engine runs: asking again only confirms, and may take its time."""
+TOGETHER_SECONDS: Final = 1.0
+"""Confirmations that are put off anyway are made together, once in so long: to wake for each of them alone costs an
+idle process three times as much."""
 
 log = logs.logger("operator")
 
@@ -233,7 +237,11 @@ class Prober:
         if not followed.misses:
             # Stretched by chance, else thousands that were found at once would be asked again at once.
             stretched = self._random.uniform(wanted, 2 * interval - wanted)
-            return stretched * self._random.uniform(0.9, 1.1)
+            pause = stretched * self._random.uniform(0.9, 1.1)
+            if interval == wanted:
+                return pause
+            now = asyncio.get_running_loop().time()
+            return math.ceil((now + pause) / TOGETHER_SECONDS) * TOGETHER_SECONDS - now
         longest = max(interval, RETRY_SECONDS_MAX) if followed.failing else interval
         retry = RETRY_SECONDS * 2.0 ** min(followed.misses - 1, 20)
         return min(longest, retry) * self._random.uniform(0.5, 1.0)

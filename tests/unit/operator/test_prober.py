@@ -348,6 +348,19 @@ def test_thousands_of_workers_are_learnt_at_once_and_confirmed_evenly_and_slowly
     assert fleet.count("thunderagent_probe_workers") == 5000
 
 
+def test_confirmations_that_are_put_off_are_made_on_the_full_second() -> None:
+    fleet = Fleet(jitter=Random(1))
+
+    async def script() -> None:
+        for key, target in many(1000):
+            fleet.prober.follow(key, target)
+
+    during(60, fleet, script)
+    confirmed_at = [round(time, 6) for time in fleet.times()[1000:]]
+    assert confirmed_at
+    assert all(time == int(time) for time in confirmed_at)
+
+
 def test_a_cancelled_prober_ends_the_probes_that_run() -> None:
     fleet = Fleet(answer_seconds=100)
     followed(fleet, 1)
