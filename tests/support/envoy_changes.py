@@ -142,7 +142,11 @@ def only_with_destination(manager: hcm.HttpConnectionManager) -> None:
             )
         )
     )
-    elsewhere = route.Route(match=route.RouteMatch(prefix="/"), direct_response=route.DirectResponseAction(status=404))
+    elsewhere = route.Route(
+        match=route.RouteMatch(prefix="/"),
+        direct_response=route.DirectResponseAction(status=404),
+        typed_per_filter_config=own.typed_per_filter_config,  # a request is on it until the picker has answered
+    )
     manager.route_config.virtual_hosts[0].routes.append(elsewhere)
 
 
