@@ -20,10 +20,9 @@ from thunderagent_epp.telemetry import logs
 
 log = logs.logger("operator")
 
-# What it warns of is expected here (no signals in a thread, no InferencePool CRD) or said by the census.
-logging.getLogger("kopf").setLevel(logging.ERROR)
-# Each request that fails while the API is away, at each try.
-logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
+# What it warns of is expected here (no signals in a thread, no right to see namespaces); its errors are the requests
+# that fail while the API is away, each at each try, which the census says once.
+logging.getLogger("kopf").setLevel(logging.CRITICAL)
 
 RESTART_SECONDS: Final = 2.0
 """From kopf's end to its next start."""
@@ -90,12 +89,16 @@ class KopfThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End it, and wait until nothing more will be handled."""
+        """End it, and wait until nothing more will be handled; one that hangs is left behind to end when it can."""
         self._stop.set()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.join, STOP_SECONDS)
+            if thread.is_alive():
+                log.warning("watching does not end; it is left behind", what=self._name)
 
     def _run(self, stop: threading.Event) -> None:
+        said: str | None = None
         while not stop.is_set():
             try:
                 asyncio.run(
@@ -109,9 +112,10 @@ class KopfThread:
                     )
                 )
             except Exception as error:
-                log.warning(
-                    "watching ended; it begins again", what=self._name, problem=f"{type(error).__name__}: {error}"
-                )
+                problem = f"{type(error).__name__}: {error}"
+                say = log.debug if problem == said else log.warning
+                say("watching ended; it begins again", what=self._name, problem=problem)
+                said = problem
             stop.wait(RESTART_SECONDS)
 
     def _settings(self) -> kopf.OperatorSettings:
