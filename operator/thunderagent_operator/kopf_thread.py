@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
@@ -140,11 +141,12 @@ class KopfThread:
 
 
 def registry() -> kopf.OperatorRegistry:
-    """A registry that logs in as a pod does, else by the user's kubeconfig."""
+    """A registry that logs in as `api.connect` does: by KUBECONFIG, as a pod, by the user's kubeconfig."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=made)
     def login(**given: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
+        as_pod = None if "KUBECONFIG" in os.environ else kopf.login_with_service_account(**given)
+        return as_pod or kopf.login_with_kubeconfig(**given)
 
     return made

@@ -11,7 +11,7 @@ import kopf
 import pytest
 
 from thunderagent_operator import kopf_thread
-from thunderagent_operator.kopf_thread import KopfThread
+from thunderagent_operator.kopf_thread import KopfThread, registry
 
 Run = Callable[[int, threading.Event], Awaitable[None]]
 LIMIT_SECONDS = 30.0
@@ -144,3 +144,19 @@ async def test_kopf_is_told_where_to_look(
     assert not settings.posting.enabled
     waits = iter(settings.networking.error_backoffs)  # type: ignore[arg-type]
     assert [next(waits) for _ in range(100)][-1] == 5, "it tries without end"
+
+
+@pytest.mark.parametrize(
+    ("kubeconfig", "account", "chosen"),
+    [(True, True, "kubeconfig"), (False, True, "account"), (False, False, "kubeconfig")],
+)
+async def test_it_logs_in_as_the_operators_own_requests_do(
+    monkeypatch: pytest.MonkeyPatch, kubeconfig: bool, account: bool, chosen: str
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    if kubeconfig:
+        monkeypatch.setenv("KUBECONFIG", "/home/me/.kube/config")
+    monkeypatch.setattr(kopf, "login_with_service_account", lambda **_: "account" if account else None)
+    monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **_: "kubeconfig")
+    (login,) = registry()._activities.get_all_handlers()
+    assert login.fn() == chosen
