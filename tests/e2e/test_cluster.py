@@ -207,7 +207,7 @@ async def until_served(pods: Pods, name: str, more: int) -> None:
 
 async def test_a_restarted_container_frees_its_programs(operator: OperatorProcess, namespace: Namespace) -> None:
     async with running_pods(namespace) as pods:
-        await namespace.create_policy(workers=pods.selected)
+        await namespace.create_policy(workers=pods.selected, admission={"schedulerInterval": "200ms"})
         await pods.start("a")
         async with (
             running_following_picker(operator.feed, pods.policy) as picker,
