@@ -98,10 +98,10 @@ class Census:
     async def _take(self) -> int:
         """One round: follow what there is and what is selected, then compare. Returns how much is missing."""
         kinds = await self._api.served((POLICIES, POOLS))
-        if POLICIES not in kinds:
-            raise ApiException(status=404, reason="the ThunderAgentPolicy CRD is not installed")
         if kinds != self._watches.kinds:
             await self._watches.watch(kinds)
+        if POLICIES not in kinds:
+            raise ApiException(status=404, reason="the ThunderAgentPolicy CRD is not installed")
         missing = 0
         for kind in (POLICIES, POOLS):
             missing += await self._compare(kind, "") if kind in kinds else 0

@@ -49,9 +49,10 @@ class Watches:
         """Watch the objects of exactly these kinds, which the API has, from a list of them on. Pods are apart."""
         if self._objects is not None:
             await self._objects.stop()
-        self.kinds = frozenset(kinds)
-        self._objects = KopfThread("policies", self._registry(*kinds), self._namespaces)
-        self._objects.start()
+        self.kinds, self._objects = frozenset(kinds), None
+        if kinds:
+            self._objects = KopfThread("policies", self._registry(*kinds), self._namespaces)
+            self._objects.start()
 
     async def stop(self) -> None:
         """Watch nothing any more."""

@@ -243,14 +243,19 @@ def test_pools_whose_crd_comes_later_are_looked_for_as_soon_as_a_policy_needs_on
     assert (counted(story).watches.begun[-1])[1] in ("pods", "thunderagentpolicies")
 
 
-def test_a_kind_whose_crd_is_gone_is_watched_no_longer() -> None:
+@pytest.mark.parametrize("left", [{POLICIES}, {POOLS}, set()])
+def test_a_kind_whose_crd_is_gone_is_watched_no_longer_and_again_when_it_is_back(left: set[Kind]) -> None:
     async def story(told: Counted) -> None:
         await asyncio.sleep(1)
         assert told.watches.kinds == {POLICIES, POOLS}
-        told.api.kinds = {POLICIES}
+        told.api.kinds = left
         told.census.soon()
         await asyncio.sleep(1)
-        assert told.watches.kinds == {POLICIES}
+        assert told.watches.kinds == left
+        told.api.kinds = {POLICIES, POOLS}
+        told.census.soon()
+        await asyncio.sleep(3)
+        assert told.watches.kinds == {POLICIES, POOLS}
 
     counted(story)
 
