@@ -121,5 +121,5 @@ def test_ctrl_c_ends_everything() -> None:
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate()
     assert process.returncode == 130
-    assert (output, errors) == ("", "")
+    assert (output, errors) == ("interrupted\n", "")
     assert all(ended(each) for each in parts.values())
