@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
 import aiohttp
@@ -52,6 +52,13 @@ POOLS: Final = Kind(POOL_GROUP, POOL_VERSION, POOL_PLURAL)
 PODS: Final = Kind("", "v1", "pods")
 
 
+class Listed(NamedTuple):
+    """Which object a list found under a name, and as of which of its changes."""
+
+    uid: str
+    version: str
+
+
 class _Named(msgspec.Struct):
     name: str
 
@@ -77,6 +84,7 @@ class _Metadata(msgspec.Struct):
     name: str
     namespace: str
     uid: str
+    version: str = msgspec.field(default="", name="resourceVersion")
 
 
 class _Object(msgspec.Struct):
@@ -132,16 +140,16 @@ class Api:
                 found |= {kind for resource in listed.resources if resource.name == kind.plural}
         return found
 
-    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, str]:
-        """Every object of a kind as ``namespace/name`` → uid. Raises ApiError, also where the kind is not there."""
-        found: dict[str, str] = {}
+    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, Listed]:
+        """Every object of a kind by ``namespace/name``. Raises ApiError, also where the kind is not there."""
+        found: dict[str, Listed] = {}
         query: dict[str, str] = {"limit": str(_PAGE)}
         if label_selector:
             query["labelSelector"] = label_selector
         while True:
             page = await self._get(kind.path(namespace), _Page, query=query, accept=_NAMES_ONLY)
             for metadata in (item.metadata for item in page.items or ()):
-                found[f"{metadata.namespace}/{metadata.name}"] = metadata.uid
+                found[f"{metadata.namespace}/{metadata.name}"] = Listed(metadata.uid, metadata.version)
             if not page.metadata.next:
                 return found
             query["continue"] = page.metadata.next

@@ -1,7 +1,8 @@
 """Lists of names, compared with what the watches said: whether a first list is complete, and what is gone unseen.
 
-A watch alone tells neither. kopf says that it is ready before it has listed anything, and an object that was deleted
-while no watch was open is never mentioned again. So names (not objects) are listed at the start until the watches
+A watch alone tells neither. kopf says that it is ready before it has listed anything, an object that was deleted
+while no watch was open is never mentioned again, and a watch that dies of an error of the API is not missed by kopf.
+So names (not objects) are listed at the start until the watches
 have delivered each of them, then once a minute, and at once when a watch has begun anew. The same rounds decide what
 is watched: the kinds whose CRDs are there, and the pods that the policies select.
 """
@@ -9,14 +10,14 @@ is watched: the kinds whose CRDs are there, and the pods that the policies selec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
 from kubernetes.aio.client import ApiException
 
 from thunderagent_epp.telemetry import logs
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Kind
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Kind, Listed
 from thunderagent_operator.cluster import Cluster
 from thunderagent_operator.handlers import Watches
 
@@ -53,6 +54,8 @@ class Census:
         self.synced = asyncio.Event()
         self._missing: dict[Kind, tuple[int, float]] = {}
         """How many objects a watch has not delivered, and since when it is so many."""
+        self._stale: dict[Kind, tuple[Mapping[str, str], float]] = {}
+        """Objects of which a list showed another version than is known, with the known one, and since when."""
         self.complete = False
         """Whether everything was known at least once."""
         self._listed_at: float | None = None
@@ -86,8 +89,8 @@ class Census:
     async def _rest(self) -> None:
         """Wait for the next minute, or until there is reason to look sooner."""
         clock = asyncio.get_running_loop().time
-        began = clock()
-        while not self._wanted.is_set() and clock() - began < INTERVAL_SECONDS:
+        until = clock() + (STUCK_SECONDS if self._stale else INTERVAL_SECONDS)
+        while not self._wanted.is_set() and clock() < until:
             if POOLS not in self._watches.kinds and self._cluster.lacks_pools():
                 await asyncio.sleep(LOOKED_FOR_SECONDS)
                 return
@@ -116,20 +119,37 @@ class Census:
 
     async def _compare(self, kind: Kind, label_selector: str) -> int:
         began = asyncio.get_running_loop().time()
-        names: dict[str, str] = {}
+        listed: dict[str, Listed] = {}
         for namespace in self._namespaces:
-            names |= await self._api.names(kind, namespace, label_selector)
-        missing = len(self._cluster.compare(kind, names, began))
-        before, since = self._missing.get(kind, (0, began))
+            listed |= await self._api.names(kind, namespace, label_selector)
+        found = self._cluster.compare(kind, listed, began)
+        if self._is_stuck(kind, len(found.missing), began) or self._is_dead(kind, found.stale, began):
+            log.warning("a watch does not deliver what is there; it begins anew", kind=kind.plural)
+            self._missing.pop(kind, None)
+            self._stale.pop(kind, None)
+            await self._watches.begin_anew(kind)
+        return len(found.missing)
+
+    def _is_stuck(self, kind: Kind, missing: int, now: float) -> bool:
+        """Whether a watch has long delivered nothing of what is missing."""
+        before, since = self._missing.get(kind, (0, now))
         if not missing:
             self._missing.pop(kind, None)
         elif not before or missing < before:
-            self._missing[kind] = (missing, began)
-        elif began - since > STUCK_SECONDS:
-            log.warning("a watch does not deliver what is there; it begins anew", kind=kind.plural, missing=missing)
-            self._missing.pop(kind)
-            await self._watches.begin_anew(kind)
-        return missing
+            self._missing[kind] = (missing, now)
+        return bool(missing) and now - since > STUCK_SECONDS
+
+    def _is_dead(self, kind: Kind, stale: Mapping[str, str], now: float) -> bool:
+        """Whether a watch has long delivered nothing of what a list showed as changed."""
+        before, since = self._stale.get(kind, ({}, now))
+        still = {key: version for key, version in before.items() if stale.get(key) == version}
+        if still:
+            return now - since > STUCK_SECONDS
+        if stale:
+            self._stale[kind] = (stale, now)
+        else:
+            self._stale.pop(kind, None)
+        return False
 
     def _log(self, problem: str | None) -> None:
         """Say once that the API does not answer, and once that it does."""

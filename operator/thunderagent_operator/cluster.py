@@ -8,10 +8,10 @@ and a list takes away what is no longer there, so nothing depends on having seen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind, Listed
 from thunderagent_operator.discovery import PodWorkers, UnresolvedError, WorkerSource, pod_workers, worker_source
 from thunderagent_operator.resources import InvalidPolicyError, PolicySpec, read_policy
 from thunderagent_operator.selectors import PodSelector
@@ -26,6 +26,18 @@ _NOBODY: Final = PodWorkers()
 class _Object:
     body: Body
     seen_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What a list has and the watches have not delivered.
+
+    ``missing`` are unknown objects; ``stale`` those that changed, with the version that is known: for a moment, or
+    for ever where a watch has died.
+    """
+
+    missing: Collection[str] = ()
+    stale: Mapping[str, str] = field(default_factory=dict)
 
 
 class Policy:
@@ -130,20 +142,23 @@ class Cluster:
         self._changed(kind, key, kept)
         return event is None and known is not None
 
-    def compare(self, kind: Kind, names: Mapping[str, str], listed_at: float) -> set[str]:
-        """Take a list of ``namespace/name`` → uid, begun at ``listed_at``: forget what is not in it.
+    def compare(self, kind: Kind, listed: Mapping[str, Listed], listed_at: float) -> Differences:
+        """Take a list by ``namespace/name``, begun at ``listed_at``: forget what is not in it.
 
-        Returns what is in it and not known yet. What was heard of after the list began is left alone.
+        What was heard of after the list began is left alone.
         """
         objects = self._objects[kind]
         for key, known in list(objects.items()):
-            if key not in names and known.seen_at < listed_at:
+            if key not in listed and known.seen_at < listed_at:
                 self._forget(kind, key)
-        return {
-            key
-            for key, uid in names.items()
-            if (held := objects.get(key)) is None or held.body["metadata"]["uid"] != uid
-        }
+        missing, stale = set(), {}
+        for key, found in listed.items():
+            held = objects.get(key)
+            if held is None or held.body["metadata"]["uid"] != found.uid:
+                missing.add(key)
+            elif (version := held.body["metadata"].get("resourceVersion", "")) != found.version:
+                stale[key] = version
+        return Differences(missing, stale)
 
     def _forget(self, kind: Kind, key: str) -> None:
         del self._objects[kind][key]
@@ -207,7 +222,7 @@ class Cluster:
 def _slim(pod: Body) -> Body:
     """What `discovery.py` looks at; the rest of thousands of pods is not worth its memory."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
-    kept = ("name", "namespace", "uid", "labels", "annotations", "deletionTimestamp")
+    kept = ("name", "namespace", "uid", "resourceVersion", "labels", "annotations", "deletionTimestamp")
     return {
         "metadata": {field: metadata[field] for field in kept if field in metadata},
         "spec": {

@@ -8,7 +8,9 @@ from typing import Any
 NAMESPACE = "llm"
 
 
-def policy_object(name: str = "coder", *, uid: str | None = None, generation: int = 1, **spec: Any) -> dict[str, Any]:
+def policy_object(
+    name: str = "coder", *, uid: str | None = None, version: str = "1", generation: int = 1, **spec: Any
+) -> dict[str, Any]:
     """A policy over the pods labelled ``app: vllm``, as far as ``spec`` says nothing else."""
     workers = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [8000]}
     return {
@@ -16,6 +18,7 @@ def policy_object(name: str = "coder", *, uid: str | None = None, generation: in
             "name": name,
             "namespace": NAMESPACE,
             "uid": uid or f"uid-{name}",
+            "resourceVersion": version,
             "generation": generation,
         },
         "spec": {"workers": workers, **spec},
@@ -26,7 +29,7 @@ def pool_object(
     name: str = "coder", labels: Mapping[str, str] | None = None, ports: tuple[int, ...] = (8000,)
 ) -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}"},
+        "metadata": {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}", "resourceVersion": "1"},
         "spec": {
             "selector": {"matchLabels": dict(labels or {"app": "vllm"})},
             "targetPorts": [{"number": port} for port in ports],
@@ -38,6 +41,7 @@ def pod_object(
     name: str = "a",
     *,
     uid: str | None = None,
+    version: str = "1",
     labels: Mapping[str, str] | None = None,
     ready: bool = True,
     ip: str = "10.0.0.1",
@@ -48,6 +52,7 @@ def pod_object(
             "name": name,
             "namespace": NAMESPACE,
             "uid": uid or f"uid-{name}",
+            "resourceVersion": version,
             "labels": dict({"app": "vllm"} if labels is None else labels),
             "managedFields": [{"manager": "kubelet"}],
         },

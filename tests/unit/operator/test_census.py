@@ -10,8 +10,8 @@ import virtual_time
 from kubernetes.aio.client import ApiException
 
 from support.kube_objects import pod_object, policy_object, pool_object
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind
-from thunderagent_operator.census import Census
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind, Listed
+from thunderagent_operator.census import INTERVAL_SECONDS, STUCK_SECONDS, Census
 from thunderagent_operator.cluster import Cluster
 from thunderagent_operator.selectors import PodSelector
 
@@ -33,12 +33,10 @@ class Api:
             raise self.problem
         return self.kinds & set(kinds)
 
-    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, str]:
+    async def names(self, kind: Kind, namespace: str | None, label_selector: str = "") -> dict[str, Listed]:
         self.asked.append((round(asyncio.get_running_loop().time(), 2), kind.plural, namespace, label_selector))
-        return {
-            f"{one['metadata']['namespace']}/{one['metadata']['name']}": one["metadata"]["uid"]
-            for one in self.objects[kind]
-        }
+        found = [one["metadata"] for one in self.objects[kind]]
+        return {f"{one['namespace']}/{one['name']}": Listed(one["uid"], one["resourceVersion"]) for one in found}
 
     def rounds(self) -> list[float]:
         """When there was a look at the policies."""
@@ -285,6 +283,32 @@ def test_a_watch_that_delivers_slowly_is_let_be() -> None:
             await asyncio.sleep(10)
             told.cluster.take(PODS, None, body)
         await told.census.synced.wait()
+
+    assert [kind for _, kind in counted(story).watches.begun].count("pods") == 1
+
+
+def test_a_watch_that_has_died_is_begun_anew_when_something_has_changed_unheard() -> None:
+    async def story(told: Counted) -> None:
+        told.see(POLICIES, policy_object())
+        told.see(PODS, pod_object("a"))
+        await asyncio.sleep(70)
+        told.api.objects[PODS] = [pod_object("a", version="2", ready=False)]
+        await asyncio.sleep(INTERVAL_SECONDS + 2 * STUCK_SECONDS)
+        (rank,) = told.cluster.policies["llm/coder"].pods["a"].ranks
+        assert not rank.worker.live
+
+    assert [kind for _, kind in counted(story).watches.begun].count("pods") == 2
+
+
+def test_a_watch_that_is_a_moment_behind_a_list_is_let_be() -> None:
+    async def story(told: Counted) -> None:
+        told.see(POLICIES, policy_object())
+        told.see(PODS, pod_object("a"))
+        for version in range(2, 200):
+            await asyncio.sleep(1)
+            told.api.objects[PODS] = [pod_object("a", version=str(version))]
+            await asyncio.sleep(1)
+            told.cluster.take(PODS, "MODIFIED", pod_object("a", version=str(version)))
 
     assert [kind for _, kind in counted(story).watches.begun].count("pods") == 1
 

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from support.kube_objects import pod_object, policy_object, pool_object
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind
-from thunderagent_operator.cluster import Cluster, Policy
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Kind, Listed
+from thunderagent_operator.cluster import Cluster, Differences, Policy
 from thunderagent_operator.selectors import PodSelector, Requirement
 
 VLLM = PodSelector((Requirement("app", "In", ("vllm",)),))
 SGLANG = PodSelector((Requirement("app", "In", ("sglang",)),))
+NO_DIFFERENCES = Differences(set(), {})
 BY_POOL = {"inferencePool": "coder"}
 
 
@@ -202,7 +203,7 @@ def test_what_a_list_does_not_name_is_forgotten(watched: Watched) -> None:
     watched.take(PODS, pod_object("a"))
     watched.take(PODS, pod_object("b"))
     watched.due()
-    assert watched.cluster.compare(PODS, {"llm/b": "uid-b"}, listed_at=101.0) == set()
+    assert watched.cluster.compare(PODS, {"llm/b": Listed("uid-b", "1")}, listed_at=101.0) == NO_DIFFERENCES
     assert set(watched.policy().pods) == {"b"}
     assert watched.due() == {"llm/coder"}
 
@@ -218,8 +219,17 @@ def test_what_was_heard_of_after_a_list_began_is_kept(watched: Watched) -> None:
 def test_what_a_list_names_and_no_watch_has_delivered_is_missing(watched: Watched) -> None:
     watched.take(PODS, pod_object("a"))
     watched.take(PODS, pod_object("b", uid="of the one before"))
-    names = {"llm/a": "uid-a", "llm/b": "uid-b", "llm/c": "uid-c"}
-    assert watched.cluster.compare(PODS, names, listed_at=101.0) == {"llm/b", "llm/c"}
+    listed = {f"llm/{name}": Listed(f"uid-{name}", "1") for name in "abc"}
+    found = watched.cluster.compare(PODS, listed, listed_at=101.0)
+    assert found == Differences({"llm/b", "llm/c"}, {})
+
+
+def test_what_a_list_shows_as_changed_since_is_stale(watched: Watched) -> None:
+    for name in "abc":
+        watched.take(PODS, pod_object(name, version="7"))
+        watched.take(POLICIES, policy_object(name))
+    listed = {"llm/a": Listed("uid-a", "7"), "llm/b": Listed("uid-b", "8"), "llm/c": Listed("another", "9")}
+    assert watched.cluster.compare(PODS, listed, listed_at=101.0) == Differences({"llm/c"}, {"llm/b": "7"})
 
 
 def test_an_object_that_is_no_policy_at_all_does_no_harm(watched: Watched) -> None:

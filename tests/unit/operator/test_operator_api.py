@@ -13,7 +13,7 @@ from kubernetes.aio.client import ApiException
 from kubernetes.aio.config import ConfigException
 
 from support.kube_objects import policy_object
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, connect
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Listed, connect
 
 # One that answers as it is told and nothing by itself.
 pytestmark = pytest.mark.kmock(cls=kmock.RawHandler)
@@ -36,7 +36,9 @@ async def api(kmock: kmock.RawHandler) -> AsyncIterator[Api]:
 
 
 def page(*names: str, next: str | None = None) -> dict[str, Any]:
-    items = [{"metadata": {"namespace": "llm", "name": name, "uid": f"uid-{name}"}} for name in names]
+    items = [
+        {"metadata": {"namespace": "llm", "name": name, "uid": f"uid-{name}", "resourceVersion": "7"}} for name in names
+    ]
     return {"metadata": {"continue": next} if next else {}, "items": items}
 
 
@@ -53,7 +55,7 @@ async def test_names_are_those_of_a_namespace_or_of_all(
     kmock: kmock.RawHandler, api: Api, kind: Any, namespace: str | None, path: str
 ) -> None:
     kmock[f"get {path}"] << page("a", "b")
-    assert await api.names(kind, namespace) == {"llm/a": "uid-a", "llm/b": "uid-b"}
+    assert await api.names(kind, namespace) == {"llm/a": Listed("uid-a", "7"), "llm/b": Listed("uid-b", "7")}
     (request,) = kmock["get"]
     assert request.headers["Accept"].startswith("application/json;as=PartialObjectMetadataList")
 
@@ -198,7 +200,7 @@ async def test_a_kubeconfig_goes_before_the_pods_own_account(
     kmock["get /api/v1/pods"] << page("a")
     connected = await connect()
     try:
-        assert await Api(connected).names(PODS, None) == {"llm/a": "uid-a"}
+        assert await Api(connected).names(PODS, None) == {"llm/a": Listed("uid-a", "7")}
     finally:
         await connected.close()
     (request,) = kmock["get"]
