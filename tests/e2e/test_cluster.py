@@ -19,12 +19,8 @@ import pytest
 
 from support.kube_api import ADMIN, KubeApi
 from support.kube_client import Namespace
-from support.operator_process import (
-    FollowingPicker,
-    OperatorProcess,
-    running_following_picker,
-    running_operator,
-)
+from support.operator_process import OperatorProcess, running_operator
+from support.picker_process import PickerProcess, running_following_picker
 from thunderagent_epp.envoy_config import EnvoyOptions
 from thunderagent_sim.engine import EngineOptions
 from thunderagent_sim.envoy_process import RunningEnvoy, running_envoy
@@ -115,7 +111,7 @@ async def running_pods(namespace: Namespace) -> AsyncIterator[Pods]:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(picker: FollowingPicker) -> AsyncIterator[Clients]:
+async def running_gateway(picker: PickerProcess) -> AsyncIterator[Clients]:
     """An Envoy before the picker, and clients before that."""
     options = EnvoyOptions(picker_port=picker.grpc_port, listen_address="127.0.0.1", listen_port=0, tls=False)
     async with running_envoy(options) as envoy, aiohttp.ClientSession() as session:
@@ -261,7 +257,7 @@ async def test_traffic_goes_on_without_the_operator_and_pickers_are_fed_when_it_
             running = running_operator(kube_api.kubeconfig(ADMIN), *options, feed_port=feed_port)
             return await stack.enter_async_context(running)
 
-        async def start_picker(feed: str) -> FollowingPicker:
+        async def start_picker(feed: str) -> PickerProcess:
             return await stack.enter_async_context(running_following_picker(feed, pods.policy))
 
         await namespace.create_policy(workers=pods.selected)

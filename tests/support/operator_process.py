@@ -1,14 +1,12 @@
-"""The operator as it is run, and pickers that follow it, on free loopback ports."""
+"""The operator as it is run: a child process on free loopback ports."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-from support.thunderagent_process import LIMIT_SECONDS, ThunderAgentProcess, running_thunderagent
+from support.thunderagent_process import ThunderAgentProcess, running_thunderagent
 
 
 class OperatorProcess(ThunderAgentProcess):
@@ -41,48 +39,3 @@ async def running_operator(
         listening = await operator.logged("operating")
         operator.feed_port, operator.http_port = listening["feed_port"], listening["http_port"]
         yield operator
-
-
-class FollowingPicker(ThunderAgentProcess):
-    """A picker that listens, and may not have a snapshot yet."""
-
-    grpc_port = 0
-
-    async def state(self) -> dict[str, Any]:
-        _, state = await self.get("/state")
-        assert isinstance(state, dict)
-        return state
-
-    async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until ``/state`` shows it, as long as anything in a test may take."""
-        state: dict[str, Any] = {}
-        try:
-            async with asyncio.timeout(LIMIT_SECONDS):
-                while not reached(state := await self.state()):  # noqa: ASYNC110 - it is another process
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise AssertionError(f"not reached: {state}") from None
-        return state
-
-    async def until_ready(self) -> None:
-        await self.until_status("/readyz", 200)
-
-    async def until_unready(self, reason: str) -> None:
-        """Wait until it is not ready, for this reason."""
-        async with asyncio.timeout(LIMIT_SECONDS):
-            while (await self.get("/readyz"))[1]["reason"] != reason:  # noqa: ASYNC110 - another process's
-                await asyncio.sleep(0.02)
-
-
-@contextlib.asynccontextmanager
-async def running_following_picker(feed: str, policy: str, *options: str) -> AsyncIterator[FollowingPicker]:
-    """Run ``thunderagent epp --feed`` in plaintext for the length of the block."""
-    async with running_thunderagent(
-        FollowingPicker,
-        *("epp", "--feed", feed, "--policy", policy, "--plaintext", "--host", "127.0.0.1"),
-        *("--grpc-port", "0", "--health-port", "0", "--http-port", "0"),
-        *options,
-    ) as picker:
-        listening = await picker.logged("listening")
-        picker.grpc_port, picker.http_port = listening["grpc_port"], listening["http_port"]
-        yield picker

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-LIMIT_SECONDS = 30.0
+from support.thunderagent_process import COMMAND, LIMIT_SECONDS, ThunderAgentProcess, running_thunderagent
 
-_COMMAND = (sys.executable, "-P", "-m", "thunderagent_epp.cli", "epp")
 _ON_FREE_PORTS = ("--host", "127.0.0.1", "--grpc-port", "0", "--health-port", "0", "--http-port", "0")
 
 
@@ -60,26 +55,10 @@ class Metrics:
         return self._values.get((f"thunderagent_{name}", *sorted(labels.items())))
 
 
-class PickerProcess:
-    """A picker that listens. Everything it logged is in ``log``, newest last."""
+class PickerProcess(ThunderAgentProcess):
+    """A picker that listens."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.log: list[dict[str, Any]] = []
-        self.raw_log: list[str] = []
-        self.grpc_port = self.health_port = self.http_port = 0
-        self._logged = asyncio.Condition()
-        self._reader = asyncio.create_task(self._read())
-        self._client = aiohttp.ClientSession()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
-
-    async def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON of a page."""
-        async with self._client.get(self.url + path) as answer:
-            return answer.status, await answer.json()
+    grpc_port = health_port = 0
 
     async def state(self) -> dict[str, Any]:
         _, state = await self.get("/state")
@@ -100,60 +79,17 @@ class PickerProcess:
     async def until_held(self, holds: int) -> dict[str, Any]:
         return await self.until(lambda state: state["holds"] == holds)
 
-    async def until_status(self, path: str, status: int) -> Any:
-        """Wait until a page answers so; return its JSON."""
+    async def until_ready(self) -> None:
+        await self.until_status("/readyz", 200)
+
+    async def until_unready(self, reason: str) -> None:
+        """Wait until it is not ready, for this reason."""
         async with asyncio.timeout(LIMIT_SECONDS):
-            while True:
-                answered, content = await self.get(path)
-                if answered == status:
-                    return content
+            while (await self.get("/readyz"))[1]["reason"] != reason:  # noqa: ASYNC110 - another process's
                 await asyncio.sleep(0.02)
 
     async def metrics(self) -> Metrics:
-        async with self._client.get(f"{self.url}/metrics") as answer:
-            return Metrics(await answer.text())
-
-    async def logged(self, event: str, **fields: object) -> dict[str, Any]:
-        """Wait for a line of its log, or find it among those that are there."""
-
-        def find() -> dict[str, Any] | None:
-            wanted = {"event": event, **fields}
-            return next((line for line in self.log if wanted.items() <= line.items()), None)
-
-        async with asyncio.timeout(LIMIT_SECONDS), self._logged:
-            await self._logged.wait_for(lambda: find() is not None or self._reader.done())
-        line = find()
-        assert line is not None, f"it ended without a word of {event!r}: {self.raw_log[-5:]}"
-        return line
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    async def exit_status(self) -> int:
-        """Wait for its end, and for all it had to say."""
-        async with asyncio.timeout(LIMIT_SECONDS):
-            status = await self.process.wait()
-            await asyncio.wait((self._reader,))
-        return status
-
-    async def _read(self) -> None:
-        assert self.process.stderr is not None
-        async for raw in self.process.stderr:
-            text = raw.decode().rstrip()
-            async with self._logged:
-                self.raw_log.append(text)
-                with contextlib.suppress(json.JSONDecodeError):
-                    self.log.append(json.loads(text))
-                self._logged.notify_all()
-        async with self._logged:
-            self._logged.notify_all()
-
-    async def _end(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
-        await asyncio.wait((self._reader,))
-        await self._client.close()
+        return Metrics(await self.get_text("/metrics"))
 
 
 @contextlib.asynccontextmanager
@@ -161,33 +97,36 @@ async def running_picker_process(
     policy_file: Path | None, *options: str, plaintext: bool = True
 ) -> AsyncIterator[PickerProcess]:
     """Run ``thunderagent epp`` on free loopback ports for the length of the block; later options win."""
-    process = await asyncio.create_subprocess_exec(
-        *_COMMAND,
-        *(() if policy_file is None else ("--policy-file", str(policy_file))),
-        *("--log-format", "json"),
-        *_ON_FREE_PORTS,
-        *(("--plaintext",) if plaintext else ()),
-        *options,
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        limit=2**24,
-    )
-    picker = PickerProcess(process)
-    try:
+    source = () if policy_file is None else ("--policy-file", str(policy_file))
+    async with running_picker(*source, *options, plaintext=plaintext) as picker:
+        await picker.until_ready()
+        yield picker
+
+
+@contextlib.asynccontextmanager
+async def running_following_picker(feed: str, policy: str, *options: str) -> AsyncIterator[PickerProcess]:
+    """Run ``thunderagent epp --feed`` for the length of the block; it listens, and may not have a snapshot yet."""
+    async with running_picker("--feed", feed, "--policy", policy, *options) as picker:
+        yield picker
+
+
+@contextlib.asynccontextmanager
+async def running_picker(*options: str, plaintext: bool = True) -> AsyncIterator[PickerProcess]:
+    """Run ``thunderagent epp`` on free loopback ports for the length of the block; it listens."""
+    in_plaintext = ("--plaintext",) if plaintext else ()
+    async with running_thunderagent(PickerProcess, "epp", *_ON_FREE_PORTS, *in_plaintext, *options) as picker:
         listening = await picker.logged("listening")
         picker.grpc_port = listening["grpc_port"]
         picker.health_port = listening["health_port"]
         picker.http_port = listening["http_port"]
-        await picker.until_status("/readyz", 200)
         yield picker
-    finally:
-        await picker._end()
 
 
 async def failing_picker(*options: str) -> tuple[int | None, list[str]]:
     """Run ``thunderagent epp`` with options that must make it fail; gives its exit status and what it said."""
     process = await asyncio.create_subprocess_exec(
-        *_COMMAND,
+        *COMMAND,
+        "epp",
         *options,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

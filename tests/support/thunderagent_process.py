@@ -17,13 +17,14 @@ from thunderagent_sim.processes import ended_with_parent
 
 LIMIT_SECONDS = 30.0
 
-_COMMAND = (sys.executable, "-P", "-m", "thunderagent_epp.cli")
+COMMAND = (sys.executable, "-P", "-m", "thunderagent_epp.cli")
 
 Process = TypeVar("Process", bound="ThunderAgentProcess")
 
 
 class ThunderAgentProcess:
-    """A command that logs JSON. Everything it logged is in ``log``, newest last; ``http_port`` is set by subclasses."""
+    """A command that logs JSON: everything it logged is in ``log``, newest last. ``http_port`` is where its pages are,
+    known once it has said so."""
 
     http_port = 0
 
@@ -35,10 +36,18 @@ class ThunderAgentProcess:
         self._reader = asyncio.create_task(self._read())
         self._client = aiohttp.ClientSession()
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
     async def get(self, path: str) -> tuple[int, Any]:
         """Status and JSON of a page."""
-        async with self._client.get(f"http://127.0.0.1:{self.http_port}{path}") as answer:
+        async with self._client.get(self.url + path) as answer:
             return answer.status, await answer.json()
+
+    async def get_text(self, path: str) -> str:
+        async with self._client.get(self.url + path) as answer:
+            return await answer.text()
 
     async def until_status(self, path: str, status: int) -> Any:
         """Wait until a page answers so; return its JSON."""
@@ -73,14 +82,17 @@ class ThunderAgentProcess:
         """What it logged as an error, or with a traceback."""
         return [line for line in self.log if line["level"] in ("error", "critical") or "exception" in line]
 
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
     async def terminate(self) -> int:
         """End it as Kubernetes does, and give its exit status."""
-        self.process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         return await self.exit_status()
 
     async def kill(self) -> None:
         """End it as a node's failure does."""
-        self.process.kill()
+        self.signal(signal.SIGKILL)
         await self.exit_status()
 
     async def exit_status(self) -> int:
@@ -114,12 +126,13 @@ class ThunderAgentProcess:
 async def running_thunderagent(
     of: type[Process], *arguments: str, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Process]:
-    """Run ``thunderagent`` with these arguments, logging JSON, for the length of the block."""
+    """Run ``thunderagent`` with a command and its options, logging JSON, for the length of the block."""
     process = await asyncio.create_subprocess_exec(
         *ended_with_parent(os.getpid()),
-        *_COMMAND,
-        *arguments,
+        *COMMAND,
+        arguments[0],
         "--log-format=json",
+        *arguments[1:],
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         limit=2**24,

@@ -13,7 +13,8 @@ import pytest
 
 from support.kube_api import KubeApi
 from support.kube_client import Namespace
-from support.operator_process import OperatorProcess, running_following_picker
+from support.operator_process import OperatorProcess
+from support.picker_process import running_following_picker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -25,7 +25,8 @@ from cryptography import x509
 from support.helm import CRDS_CHART, HelmError, helm, helm_binary
 from support.kube_api import ADMIN, ASSETS_VARIABLE, OPERATOR, KubeApi, missing_assets, running_kube_api
 from support.kube_client import CRDS, KubeClient, Namespace, RefusedError, kube_client
-from support.operator_process import running_following_picker, running_operator
+from support.operator_process import running_operator
+from support.picker_process import running_following_picker
 from thunderagent_operator.crd import crd
 
 POOLS_CRD = yaml.safe_load((Path(__file__).parents[2] / "cases" / "inferencepool-crd.yaml").read_text())

@@ -10,14 +10,15 @@ import pytest
 from support.kube_api import ADMIN, KubeApi
 from support.kube_client import Namespace
 from support.kube_service import running_service
-from support.operator_process import FollowingPicker, OperatorProcess, running_following_picker, running_operator
+from support.operator_process import OperatorProcess, running_operator
+from support.picker_process import PickerProcess, running_following_picker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 WORKERS = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [8000], "capacityTokens": 1000}
 
 
-def applied_ids(picker: FollowingPicker) -> list[int]:
+def applied_ids(picker: PickerProcess) -> list[int]:
     return [line["snapshot"] for line in picker.log if line["event"] == "snapshot in force"]
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from support.kube_api import NAMESPACED_OPERATOR, OPERATOR_NAMESPACE, KubeApi
 from support.kube_client import KubeClient, Namespace, kube_client, own_namespace
-from support.operator_process import running_following_picker, running_operator
+from support.operator_process import running_operator
 from support.operator_roles import bind_to
+from support.picker_process import running_following_picker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

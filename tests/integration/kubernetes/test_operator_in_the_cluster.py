@@ -12,8 +12,9 @@ import yaml
 
 from support.kube_api import OPERATOR, KubeApi
 from support.kube_client import CRDS, KubeClient, Namespace, kube_client
-from support.operator_process import OperatorProcess, running_following_picker
+from support.operator_process import OperatorProcess
 from support.operator_roles import CASES
+from support.picker_process import running_following_picker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
