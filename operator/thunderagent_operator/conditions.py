@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from thunderagent_epp.scheduling.capacity import Worker
+from thunderagent_epp.scheduling.capacity import Role, Worker
 from thunderagent_operator.discovery import Overlap
 from thunderagent_operator.feed import Picker
 from thunderagent_operator.status import (
@@ -120,10 +120,18 @@ def _accepted(found: Findings) -> _Verdict:
 
 def _workers_ready(found: Findings, live: Sequence[Worker]) -> _Verdict:
     total = len(found.workers)
+    if live and all(worker.role is Role.PREFILL for worker in live):
+        return _Verdict(
+            "False",
+            "NoDecodeWorkers",
+            f"None of {len(live)} live worker ranks decodes; every request is refused with no_endpoints.",
+        )
     if live:
         return _Verdict("True", "WorkersLive", f"{len(live)} of {total} worker ranks are live.")
     if total:
         return _Verdict("False", "NoLiveWorkers", f"None of {total} worker ranks is live.")
+    if found.problem is not None and found.snapshot is None:
+        return _Verdict("Unknown", "NotAccepted", "No spec is in force that could select pods.")
     return _Verdict("False", "NoWorkers", "No running pod is selected.")
 
 

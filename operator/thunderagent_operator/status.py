@@ -27,7 +27,7 @@ class ConditionType(StrEnum):
     ACCEPTED = "Accepted"
     """The spec is valid and what it refers to exists."""
     WORKERS_READY = "WorkersReady"
-    """At least one worker is live."""
+    """At least one worker is live, and one that decodes."""
     CAPACITY_KNOWN = "CapacityKnown"
     """The capacity of every live worker is known."""
     PROGRAMMED = "Programmed"

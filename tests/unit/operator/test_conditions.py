@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from thunderagent_epp.feed.wire import Applied
-from thunderagent_epp.scheduling.capacity import Worker, WorkerRank
+from thunderagent_epp.scheduling.capacity import Role, Worker, WorkerRank
 from thunderagent_operator.conditions import Findings, changed, is_bad, policy_status, timestamp
 from thunderagent_operator.discovery import Overlap
 from thunderagent_operator.feed import Picker
@@ -15,8 +15,8 @@ NOON = 1_767_268_800.0
 SNAPSHOT = PublishedSnapshot(id=42, contentHash="abc", publishedAt="2026-01-01T12:00:00Z")
 
 
-def worker(name: str, tokens: int | None = 1000, *, live: bool = True) -> Worker:
-    return Worker(WorkerRank(name), "10.0.0.1:8000", tokens, live=live)
+def worker(name: str, tokens: int | None = 1000, *, live: bool = True, role: Role = Role.BOTH) -> Worker:
+    return Worker(WorkerRank(name), "10.0.0.1:8000", tokens, live=live, role=role)
 
 
 def picker(identity: str, *, current: bool = True, refusal: str | None = None) -> Picker:
@@ -61,6 +61,34 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "The policy is in force. pod a: annotation x: 'y' is no port",
     ),
     "no pod": ({}, "WorkersReady", "False", "NoWorkers", "No running pod is selected."),
+    "no spec that selects any": (
+        {"problem": ("InvalidSpec", "bad")},
+        "WorkersReady",
+        "Unknown",
+        "NotAccepted",
+        "No spec is in force that could select pods.",
+    ),
+    "no pod, and a bad edit": (
+        {"problem": ("InvalidSpec", "bad"), "snapshot": SNAPSHOT},
+        "WorkersReady",
+        "False",
+        "NoWorkers",
+        "No running pod is selected.",
+    ),
+    "prefill alone": (
+        {"workers": [worker("p", role=Role.PREFILL), worker("d", live=False, role=Role.DECODE)]},
+        "WorkersReady",
+        "False",
+        "NoDecodeWorkers",
+        "None of 1 live worker ranks decodes; every request is refused with no_endpoints.",
+    ),
+    "prefill and decode": (
+        {"workers": [worker("p", role=Role.PREFILL), worker("d", role=Role.DECODE)]},
+        "WorkersReady",
+        "True",
+        "WorkersLive",
+        "2 of 2 worker ranks are live.",
+    ),
     "no live one": (
         {"workers": [DEAD]},
         "WorkersReady",
