@@ -32,6 +32,27 @@ _NAMES_ONLY: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.
 ApiError = (client.ApiException, aiohttp.ClientError, OSError, TimeoutError)
 """What a request can raise: the API refused it, or could not be reached."""
 
+_TEXT_CHARACTERS_MAX: Final = 500
+
+
+class _Status(msgspec.Struct):
+    """How the API refuses."""
+
+    message: str = ""
+
+
+def error_text(error: BaseException) -> str:
+    """What became of a request, in one line, in the API's own words where it has some: they name the right it takes."""
+    if not isinstance(error, client.ApiException):
+        text = f"{type(error).__name__}: {error}"
+    else:
+        try:
+            told = msgspec.json.decode(error.body or "", type=_Status).message
+        except msgspec.DecodeError:
+            told = ""
+        text = f"{error.status} {told or error.reason}"
+    return " ".join(text.split())[:_TEXT_CHARACTERS_MAX]
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -231,7 +252,7 @@ class Api:
         response = await self._api.call_api(*request, _request_timeout=self._timeout_seconds)
         content: bytes = await response.read()  # type: ignore[no-untyped-call]
         if not 200 <= response.status < 300:
-            raise client.ApiException(http_resp=response)
+            raise client.ApiException(http_resp=response, body=content.decode(errors="replace"))
         return content
 
 

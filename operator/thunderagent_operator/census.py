@@ -17,7 +17,7 @@ from typing import Final
 from kubernetes.aio.client import ApiException
 
 from thunderagent_epp.telemetry import logs
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Kind, Listed
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Kind, Listed, error_text
 from thunderagent_operator.cluster import Cluster
 from thunderagent_operator.handlers import Watches
 
@@ -76,7 +76,7 @@ class Census:
                 missing = await self._take()
             except ApiError as error:
                 wait: float | None = FAILED_SECONDS
-                self._log(_text(error))
+                self._log(error_text(error))
             else:
                 self._log(None)
                 wait = CATCH_UP_SECONDS if missing else None
@@ -159,9 +159,3 @@ class Census:
             elif self._problem is not None:
                 log.info("the API can be listed again")
         self._problem = problem
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, ApiException):
-        return f"{error.status} {error.reason}"
-    return f"{type(error).__name__}: {error}"

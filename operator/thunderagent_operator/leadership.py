@@ -20,6 +20,7 @@ from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRec
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
 from thunderagent_epp.telemetry import logs
+from thunderagent_operator.api import error_text
 
 log = logs.logger("operator")
 
@@ -101,7 +102,7 @@ class _Lock(LeaseLock):
 
     def _failed(self, error: Exception) -> str:
         """Say once what is wrong with the lease."""
-        problem = _text(error)
+        problem = error_text(error)
         if problem != self._problem:
             log.warning("the lease cannot be had; it is tried again", problem=problem)
         self._problem = problem
@@ -179,10 +180,4 @@ class Leadership:
                     else:
                         return
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("the lease could not be given up; it runs out by itself", problem=_text(error))
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, ApiException):
-        return f"{error.status} {error.reason}"
-    return f"{type(error).__name__}: {error}"
+            log.info("the lease could not be given up; it runs out by itself", problem=error_text(error))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from thunderagent_epp.telemetry import logs
-from thunderagent_operator.api import Api, ApiError
+from thunderagent_operator.api import Api, ApiError, error_text
 from thunderagent_operator.cluster import Body, Cluster, Policy
 from thunderagent_operator.conditions import Findings, changed, is_bad, policy_status
 from thunderagent_operator.status import Condition, PolicyStatus
@@ -109,7 +109,7 @@ class StatusWriter:
             await self._api.patch_status(namespace, name, after)
         except ApiError as error:
             self.failures += 1
-            log.warning("status could not be written; it is tried again", policy=policy, problem=_text(error))
+            log.warning("status could not be written; it is tried again", policy=policy, problem=error_text(error))
             self._not_before[policy] = clock() + FAILED_SECONDS
             self._due.add(policy)
             return
@@ -135,7 +135,7 @@ class StatusWriter:
                 )
         except ApiError as error:
             self.failures += 1
-            log.warning("event could not be recorded", policy=policy.name, problem=_text(error))
+            log.warning("event could not be recorded", policy=policy.name, problem=error_text(error))
 
 
 def _conditions(status: Mapping[str, Any]) -> Sequence[Condition]:
@@ -144,7 +144,3 @@ def _conditions(status: Mapping[str, Any]) -> Sequence[Condition]:
         return PolicyStatus.model_validate(status).conditions
     except ValidationError:
         return ()
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

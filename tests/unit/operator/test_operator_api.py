@@ -13,7 +13,7 @@ from kubernetes.aio.client import ApiException
 from kubernetes.aio.config import ConfigException
 
 from support.kube_objects import policy_object
-from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Listed, connect
+from thunderagent_operator.api import PODS, POLICIES, POOLS, Api, ApiError, Listed, connect, error_text
 
 # One that answers as it is told and nothing by itself.
 pytestmark = pytest.mark.kmock(cls=kmock.RawHandler)
@@ -80,6 +80,28 @@ async def test_a_refusal_is_an_error_with_its_status(kmock: kmock.RawHandler, ap
     with pytest.raises(ApiException) as refused:
         await api.names(PODS, None)
     assert refused.value.status == status
+
+
+async def test_a_refusal_says_which_right_it_takes(kmock: kmock.RawHandler, api: Api) -> None:
+    forbidden = 'pods is forbidden: User "system:serviceaccount:a:b" cannot list resource "pods"'
+    kmock["get /api/v1/pods"] << 403 << {"kind": "Status", "message": forbidden, "code": 403}
+    with pytest.raises(ApiException) as refused:
+        await api.names(PODS, None)
+    assert error_text(refused.value) == f"403 {forbidden}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ApiException(status=502, reason="Bad Gateway", body="<html>\n502"), "502 Bad Gateway"),
+        (ApiException(status=503, reason="Unavailable", body='{"message": null}'), "503 Unavailable"),
+        (ApiException(status=422, reason="Invalid", body='{"message": "is\\ninvalid"}'), "422 is invalid"),
+        (ApiException(status=404, reason="no CRD"), "404 no CRD"),
+        (TimeoutError("late"), "TimeoutError: late"),
+    ],
+)
+def test_whatever_went_wrong_is_one_line(error: Exception, text: str) -> None:
+    assert error_text(error) == text
 
 
 @pytest.mark.parametrize("answer", [b"<html>502 Bad Gateway</html>", b"", b"[]", b'{"items": [{}]}', b'{"metadata'])
