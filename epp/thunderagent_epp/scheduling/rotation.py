@@ -6,12 +6,18 @@ Programs that do not fit wait, and those that have their place go on, for a whil
 swap one program for another costs the prefill of what comes back; to swap too often is what an engine without
 admission does, and to swap too seldom starves who waits. So the policy has one number, the *hold budget*: the share
 of all prefill that rotating programs may cost. If every waiting program is brought in once in ``H`` seconds, that
-costs ``waiting tokens ÷ H`` of a prefill rate of ``workers × tokens per second``, hence
+costs ``waiting tokens ÷ H`` of a prefill rate of ``workers × tokens per second``. A hold costs those who wait, a swap
+those who run; so the more of the load waits, the more prefill may go into letting it: ``1 + w`` times the budget, ``w``
+being the share of all tokens that waits. Hence
 
-    H = waiting tokens ÷ (workers × prefill tokens per second × hold budget).
+    H = waiting tokens ÷ (workers × prefill tokens per second × hold budget × (1 + w)).
 
 H grows with the load, and so does what holding saves; at the load of the moment it bounds every hold, whatever the
-size of its program.
+size of its program. What is let vary is the rate at which programs are swapped: the budget is one of a minute, so H
+follows a growing queue slowly, which evens out the holds, and a shrinking one at once.
+
+Attention makes one large context dearer to compute again than two of half its size. So what rotates is the smaller
+half, and the larger contexts keep their place while anything else can be had.
 
     A program is    and it leaves that state by
     --------------  ------------------------------------------------------------------------------------------
@@ -24,9 +30,12 @@ size of its program.
   where that takes nothing from it.
 * *Reservation.* One that fits nowhere reserves a worker, at most one each: its room is kept from all others.
 * *Making room.* On a reserved worker, programs idle for so long that they will hardly come back are paused at once.
-  When the waiter has waited H, every idle program there may be paused, and each that ends its turn meanwhile, until
-  the waiter fits. Nothing is cut in the middle of a turn and nobody is marked ahead.
-* *Pressure.* A worker over its threshold pauses idle programs, smallest first, at once.
+  When the waiter has waited H, so are idle programs of the smaller half of those there, smallest first, and each such
+  that ends its turn meanwhile, until the waiter fits; when it has waited half as long again, every idle one. Nothing
+  is cut in the middle of a turn and nobody is marked ahead.
+* *Headroom.* Where others wait, programs are let in up to a little below the threshold, as those that are there grow;
+  who waits alone may have all of it. A worker over its threshold pauses idle programs at once, those that will hardly
+  come back first, then the smallest.
 * *Overlap.* Turns of one session run at the same time, each charged for what it adds to the session's shared context;
   the last to end makes the program idle. Idle programs are charged in full.
 
@@ -38,7 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import floor
+from math import exp, floor
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, Pause, Reject, Release, Resume
@@ -48,8 +57,21 @@ from thunderagent_epp.scheduling.rules import AdmissionRules
 
 SWEEP_SECONDS = 1.0
 
-GONE_SECONDS = 20.0
+GONE_SECONDS = 15.0
 """A program idle for longer will hardly come back: most tools take less, and harnesses do not say goodbye."""
+
+LET_IN_SHARE = 0.93
+"""Share of the pause threshold up to which programs are let in where others wait; the rest is for those to grow into.
+
+More keeps more programs in their place, less forgives a ledger that counts short: with 0.93 one that is a tenth short
+costs little (docs/study.md).
+"""
+
+BUDGET_SECONDS = 60.0
+"""Over this time the hold budget is meant: the time constant with which H follows a growing queue."""
+
+PATIENCE = 1.5
+"""After so many times H, a waiter is made room for at the cost of any idle program, not only of small ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +83,6 @@ class RotatingProgram(Program):
     idle_before: float | None = None
     """When it was acting before its present turns began, for a rollback; None when they created it."""
     paused_before: bool = False
-    placed_at: float = 0.0
     came_from: WorkerRank | None = None
     """The worker it had last: part of its cache may still be there."""
     ends: bool = False
@@ -81,6 +102,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
     def __init__(self, policy: AdmissionPolicy, snapshot: CapacitySnapshot | None = None) -> None:
         self._reserved: dict[WorkerRank, str] = {}
         """Session of the waiting program that keeps a worker's room from all others."""
+        self._hold = _Hold()
         super().__init__(_charged_in_full(policy), snapshot)
 
     def configure(self, policy: AdmissionPolicy) -> None:
@@ -218,7 +240,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
             return ()
         self._retire(now)
         self._settle()
-        return (*self._relieve(), *self._admit(now), *self._force(now))
+        return (*self._relieve(now), *self._admit(now), *self._force(now))
 
     # -- turns and programs ----------------------------------------------------------------------------------------
 
@@ -277,7 +299,6 @@ class Rotation(AdmissionRules[RotatingProgram]):
         program.lifecycle = Lifecycle.ACTIVE
         program.deferred_since = None
         program.worker = worker
-        program.placed_at = now
         self._roster.close(program)
         if not was_new or forced:
             yield Resume(program.session, worker, forced)
@@ -289,8 +310,12 @@ class Rotation(AdmissionRules[RotatingProgram]):
 
     def _admit(self, now: float) -> Iterator[Decision]:
         """Let in who fits, longest waiter first, and make room for those whose time has come."""
-        if not self._roster.deferred_count:
-            return
+        self._hold.observe(self._present_hold_seconds(), now)
+        if self._roster.deferred_count:
+            yield from self._admit_waiting(now)
+            self._hold.observe(self._present_hold_seconds(), now)
+
+    def _admit_waiting(self, now: float) -> Iterator[Decision]:
         usable = self._snapshot.usable
         for gone in self._reserved.keys() - usable.keys():
             del self._reserved[gone]
@@ -299,15 +324,14 @@ class Rotation(AdmissionRules[RotatingProgram]):
                 for program in self._roster.deferred():
                     yield from self._bring_in(program, None, now, forced=False)
             return
-        hold_seconds = self._hold_seconds()
         while self._roster.deferred_count:
-            went = list(self._admit_once(now, hold_seconds))
+            went = list(self._admit_once(now))
             yield from went
             # One that goes leaves its reservation to others, which may then find room.
             if not any(isinstance(decision, Release) for decision in went):
                 return
 
-    def _admit_once(self, now: float, hold_seconds: float) -> Iterator[Decision]:
+    def _admit_once(self, now: float) -> Iterator[Decision]:
         free = {worker: self._free(worker) for worker in self._snapshot.usable}
         for program in self._who_may_go(free):
             worker = self._fitting(program, free)
@@ -315,9 +339,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
                 worker = self._reserve(program)
                 if worker is None:
                     continue
-                assert program.deferred_since is not None
-                due = now - program.deferred_since >= hold_seconds
-                yield from self._make_room(worker, program, now, due=due)
+                yield from self._make_room(worker, program, now)
                 free[worker] = self._free(worker)
                 if not self._fits(program, worker):
                     continue
@@ -336,10 +358,15 @@ class Rotation(AdmissionRules[RotatingProgram]):
         holders = (self._roster.get(session) for session in self._reserved.values())
         return sorted((holder for holder in holders if holder is not None), key=_longest_deferred)
 
-    def _hold_seconds(self) -> float:
-        """How long a program waits before others have to make room for it: H of the theory."""
-        rate = len(self._snapshot.usable) * self._policy.prefill_tokens_per_second
-        return self._roster.deferred_tokens / (rate * self._policy.hold_budget)
+    def _present_hold_seconds(self) -> float:
+        """H of the theory for the programs that wait now."""
+        waiting = self._roster.deferred_tokens
+        usable = self._snapshot.usable
+        if not waiting or not usable:
+            return 0.0
+        placed = sum(self._roster.ledger.used(worker) for worker in usable)
+        budget = self._policy.hold_budget * (1.0 + waiting / (waiting + placed))
+        return waiting / (len(usable) * self._policy.prefill_tokens_per_second * budget)
 
     def _room(self, worker: WorkerRank) -> int:
         """Tokens that may still be charged to a worker; below 0 where it holds more than programs are let in for."""
@@ -361,8 +388,8 @@ class Rotation(AdmissionRules[RotatingProgram]):
 
     def _ceiling(self, worker: WorkerRank) -> int:
         """Tokens up to which programs are let in on a worker."""
-        share = self._policy.pause_threshold - self._policy.resume_hysteresis
-        return floor(self._snapshot.usable[worker] * share)
+        share = LET_IN_SHARE if self._roster.deferred_count > 1 else 1.0
+        return floor(self._snapshot.usable[worker] * self._policy.pause_threshold * share)
 
     def _free(self, worker: WorkerRank) -> int:
         """Room of a worker that nobody has reserved."""
@@ -370,7 +397,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
         return self._room(worker) - (0 if holder is None else self._need(holder))
 
     def _fitting(self, program: RotatingProgram, free: Mapping[WorkerRank, int]) -> WorkerRank | None:
-        """A worker that takes the program as it is: its reserved one, the one it came from, or the roomiest."""
+        """A worker that takes the program as it is: its reserved one, the one it came from, or the least busy."""
         reserved = self._reservation(program)
         if reserved is not None and self._fits(program, reserved):
             return reserved
@@ -380,8 +407,13 @@ class Rotation(AdmissionRules[RotatingProgram]):
             return pinned if free.get(pinned, -1) >= need else None
         if program.came_from is not None and free.get(program.came_from, -1) >= need:
             return program.came_from
-        worker = min(free, key=lambda one: (-free[one], one))
-        return worker if free[worker] >= need else None
+        # By what runs there: programs that are gone are charged too, and most where few new ones come.
+        open_to_it = (one for one in free if free[one] >= need)
+        return min(open_to_it, key=lambda one: (self._running_tokens(one), -free[one], one), default=None)
+
+    def _running_tokens(self, worker: WorkerRank) -> int:
+        """Tokens charged to a worker for running programs."""
+        return self._roster.ledger.used(worker) - self._roster.ledger.idle_tokens(worker)
 
     def _reservation(self, program: RotatingProgram) -> WorkerRank | None:
         return next((worker for worker, session in self._reserved.items() if session == program.session), None)
@@ -409,21 +441,35 @@ class Rotation(AdmissionRules[RotatingProgram]):
                 del self._reserved[worker]
                 return
 
-    def _make_room(self, worker: WorkerRank, program: RotatingProgram, now: float, *, due: bool) -> Iterator[Decision]:
+    def _make_room(self, worker: WorkerRank, program: RotatingProgram, now: float) -> Iterator[Decision]:
         """Pause idle programs of a worker until a program fits there, or as far as they may be paused now."""
-        idle = sorted(self._roster.idle_on(worker), key=_longest_placed)
-        for victim in idle:
+        assert program.deferred_since is not None
+        waited = now - program.deferred_since
+        largest = self._largest_to_yield(worker, waited)
+        for victim in self._idle_on(worker, now):
             if self._fits(program, worker):
                 return
-            assert victim.acting_since is not None
-            if due or now - victim.acting_since >= GONE_SECONDS:
+            if victim.size <= largest or _is_gone(victim, now):
                 yield self._give_up_place(victim, worker)
 
-    def _relieve(self) -> Iterator[Decision]:
-        """Pause idle programs of each worker over its threshold, smallest first."""
+    def _largest_to_yield(self, worker: WorkerRank, waited: float) -> float:
+        """The size up to which a worker's idle programs make room for one that has waited for so many seconds."""
+        if waited < self._hold.seconds:
+            return -1
+        if waited >= self._hold.seconds * PATIENCE:
+            return float("inf")
+        sizes = sorted(program.size for program in self._roster.on(worker))
+        return sizes[(len(sizes) - 1) // 2] if sizes else -1
+
+    def _idle_on(self, worker: WorkerRank, now: float) -> list[RotatingProgram]:
+        """The idle programs of a worker in the order in which they lose their place: who is gone, then by size."""
+        return sorted(self._roster.idle_on(worker), key=lambda program: not _is_gone(program, now))
+
+    def _relieve(self, now: float) -> Iterator[Decision]:
+        """Pause idle programs of each worker over its threshold."""
         ledger = self._roster.ledger
         for worker in ledger.over:
-            for victim in self._roster.idle_on(worker):
+            for victim in self._idle_on(worker, now):
                 if not ledger.is_over(worker):
                     break
                 yield self._give_up_place(victim, worker)
@@ -445,6 +491,27 @@ class Rotation(AdmissionRules[RotatingProgram]):
                 yield from self._bring_in(program, worker, now, forced=True)
 
 
+class _Hold:
+    """H over time: at once where the queue shrinks, slowly where it grows, so that holds are even."""
+
+    __slots__ = ("_mean", "_present", "_since")
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._present = 0.0
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long a program waits now before others have to make room for it."""
+        return min(self._mean, self._present)
+
+    def observe(self, present: float, now: float) -> None:
+        """H for the programs that wait now is ``present``; until now it was what was said last."""
+        self._mean += (self._present - self._mean) * (1.0 - exp((self._since - now) / BUDGET_SECONDS))
+        self._present, self._since = present, now
+
+
 def _charged_in_full(policy: AdmissionPolicy) -> AdmissionPolicy:
     return policy.model_copy(update={"acting_token_weight": 1.0})
 
@@ -454,13 +521,15 @@ def _pin(program: RotatingProgram) -> WorkerRank | None:
     return next((turn.pinned for turn in program.turns.values() if turn.pinned is not None), None)
 
 
+def _is_gone(program: RotatingProgram, now: float) -> bool:
+    """Whether an idle program has been so for so long that it will hardly come back."""
+    assert program.acting_since is not None
+    return now - program.acting_since >= GONE_SECONDS
+
+
 def _longest_deferred(program: RotatingProgram) -> tuple[float, str]:
     assert program.deferred_since is not None
     return program.deferred_since, program.session
-
-
-def _longest_placed(program: RotatingProgram) -> tuple[float, str]:
-    return program.placed_at, program.session
 
 
 def _lose_place(program: RotatingProgram) -> None:
