@@ -8,7 +8,7 @@ snapshots ready. Writing statuses is the leader's alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, Worker, WorkerRank
@@ -17,7 +17,7 @@ from thunderagent_epp.telemetry import logs
 from thunderagent_operator.cluster import Cluster, Policy
 from thunderagent_operator.conditions import Findings, timestamp
 from thunderagent_operator.discovery import Discovered, Overlap, overlaps
-from thunderagent_operator.feed import FeedServer
+from thunderagent_operator.feed import FeedServer, Picker
 from thunderagent_operator.probes.prober import ProbeKey, Prober
 from thunderagent_operator.resources import PolicySpec
 from thunderagent_operator.snapshot_book import Published
@@ -31,6 +31,11 @@ COALESCE_SECONDS: Final = 0.05
 FIRST_PROBES_SECONDS: Final = 3.0
 """For the first answers of a policy's workers before it is published the first time. Without this wait, a restart of
 the operator would take the capacities it has not yet learnt anew from every picker."""
+
+
+APPLIED_WITHIN_SECONDS: Final = 1.0
+"""For pickers to put a new snapshot in force, before it is reported that they lag. Without this wait, each change of a
+pod would be two events: that they lag, and that they do not."""
 
 
 class Reconciler:
@@ -57,6 +62,7 @@ class Reconciler:
         self._probed: dict[str, set[WorkerRank]] = {}
         self._first_seen: dict[str, float] = {}
         """When the pods of a policy without a snapshot were known, in the loop's time."""
+        self._lag_since: dict[str, float] = {}
 
     def due(self, policy: str) -> None:
         """Look at a policy again, soon."""
@@ -91,6 +97,7 @@ class Reconciler:
         if policy is None:
             self._probe(name, {})
             self._first_seen.pop(name, None)
+            self._lag_since.pop(name, None)
             self._feed.delete(name)
             self._reported(name, None)
             return
@@ -104,7 +111,9 @@ class Reconciler:
             self._feed.publish(
                 name, CapacitySnapshot(tuple(workers)), spec.admission, spec.requests.policy(), _disaggregation(spec)
             )
-        standing = self._feed.standing(name)
+        standing, pickers = self._feed.standing(name), self._feed.pickers(name)
+        if isinstance(standing, Published) and self._lags_for_a_moment(name, pickers):
+            return
         self._reported(
             name,
             Findings(
@@ -115,9 +124,21 @@ class Reconciler:
                 workers=workers,
                 trouble=trouble,
                 snapshot=_published(standing) if isinstance(standing, Published) else None,
-                pickers=self._feed.pickers(name),
+                pickers=pickers,
             ),
         )
+
+    def _lags_for_a_moment(self, name: str, pickers: Collection[Picker]) -> bool:
+        """Whether some picker has not said yet what it makes of the snapshot, and may take a moment more."""
+        if all(picker.current or picker.refusal is not None for picker in pickers):
+            self._lag_since.pop(name, None)
+            return False
+        loop = asyncio.get_running_loop()
+        waited = loop.time() - self._lag_since.setdefault(name, loop.time())
+        if waited >= APPLIED_WITHIN_SECONDS:
+            return False
+        loop.call_later(APPLIED_WITHIN_SECONDS - waited, self.due, name)
+        return True
 
     def _probe(self, name: str, ranks: dict[WorkerRank, Discovered]) -> None:
         """Have exactly these probed for the policy."""

@@ -13,7 +13,7 @@ from thunderagent_operator.api import PODS, POLICIES, POOLS
 from thunderagent_operator.cluster import Cluster
 from thunderagent_operator.conditions import Findings
 from thunderagent_operator.discovery import Overlap
-from thunderagent_operator.feed import FeedServer
+from thunderagent_operator.feed import FeedServer, Picker
 from thunderagent_operator.probes.prober import Known, ProbeKey, ProbeTarget
 from thunderagent_operator.probes.reading import Capacity
 from thunderagent_operator.reconciler import Reconciler
@@ -370,5 +370,60 @@ def test_a_pods_wrong_annotation_is_noted() -> None:
         found = operated.found[NAME]
         assert found is not None
         assert found.notes == ["pod a: annotation thunderagent.io/active-ports: 'http' is no port"]
+
+    operate(tale)
+
+
+def test_a_picker_is_given_a_moment_before_it_is_reported_to_lag() -> None:
+    async def tale(operated: Operated) -> None:
+        def picker(*, current: bool, refusal: str | None = None) -> None:
+            found = Picker("epp-0", "0.1.0", "ipv4:10.0.0.9:1", None, current, refusal, None)
+            operated.feed.pickers = lambda policy: (found,)  # type: ignore[method-assign]
+            operated.reconciler.due(NAME)
+
+        def live() -> tuple[int, list[bool]] | None:
+            found = operated.found.get(NAME)
+            return found and (len(found.workers), [picker.current for picker in found.pickers])
+
+        operated.policy(workers=GIVEN)
+        picker(current=True)
+        await asyncio.sleep(0.2)
+        assert live() == (0, [True])
+
+        operated.pod("a")
+        picker(current=False)
+        await asyncio.sleep(0.8)
+        assert live() == (0, [True]), "it may be on its way"
+        picker(current=True)
+        await asyncio.sleep(0.2)
+        assert live() == (1, [True])
+
+        picker(current=False)
+        await asyncio.sleep(0.9)
+        assert live() == (1, [True])
+        await asyncio.sleep(0.3)
+        assert live() == (1, [False])
+        operated.pod("b", ip="10.0.0.2")
+        await asyncio.sleep(0.2)
+        assert live() == (2, [False]), "what lags for long holds up no report"
+
+        picker(current=True)
+        await asyncio.sleep(0.2)
+        picker(current=False, refusal="not newer")
+        await asyncio.sleep(0.2)
+        assert live() == (2, [False]), "a refusal is no lag"
+
+    operate(tale)
+
+
+def test_a_picker_that_waits_for_a_good_spec_holds_up_no_report() -> None:
+    async def tale(operated: Operated) -> None:
+        waiting = Picker("epp-0", "0.1.0", "ipv4:10.0.0.9:1", None, False, None, None)
+        operated.feed.pickers = lambda policy: (waiting,)  # type: ignore[method-assign]
+        operated.policy(workers={})
+        await asyncio.sleep(0.2)
+        found = operated.found[NAME]
+        assert found is not None
+        assert found.problem is not None
 
     operate(tale)
