@@ -69,7 +69,7 @@ def test_the_policy_keeps_more_of_the_contexts_cached_than_the_baseline() -> Non
 
 
 def test_disaggregated_turns_are_answered_by_prefill_and_decode_workers_together() -> None:
-    with running_demo("--json", "--seconds", "18", "--disaggregated") as process:
+    with running_demo("--json", "--seconds", "30", "--disaggregated") as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors
     for numbers in json.loads(output).values():
