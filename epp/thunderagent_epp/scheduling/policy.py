@@ -70,7 +70,8 @@ class AdmissionPolicy(BaseModel):
         0.10,
         alias="resumeHysteresis",
         validate_default=True,
-        description="Share of capacity below the threshold that must stay free when programs are resumed.",
+        description="Classic only: share of capacity below the threshold that must stay free when programs are "
+        "resumed.",
     )
     resume_timeout_seconds: Seconds = Field(
         1800.0, alias="resumeTimeout", description="A turn held this long is resumed even over capacity."
@@ -94,9 +95,9 @@ class AdmissionPolicy(BaseModel):
         10000, alias="maxTrackedRequests", description="Requests, and programs, known at once; more are refused."
     )
     hold_budget: Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)] = Field(
-        0.35,
+        0.3,
         alias="holdBudget",
-        description="Rotation only: share of prefill that rotating programs may cost; less for throughput, more for "
+        description="Rotation only: share of prefill that rotating programs may cost; 0.14 for throughput, 0.4 for "
         "shorter holds.",
     )
     prefill_tokens_per_second: Positive = Field(

@@ -183,14 +183,15 @@ def _run(scenarios: Sequence[Scenario], arms: Sequence[NamedArm], workload: Work
                 def on_time(now: float, done: float = done, weight: int = scenario.sessions_per_pod) -> None:
                     progress.update(task, completed=done + now * weight)
 
-                outcomes.append(_run_one(scenario, one, workload, on_time))
+                outcomes.append(run_one(scenario, one, workload, on_time))
                 done += scenario.minutes * 60 * scenario.sessions_per_pod
     return outcomes
 
 
-def _run_one(
+def run_one(
     scenario: Scenario, arm: NamedArm, workload: Workload, on_time: Callable[[float], None] | None = None
 ) -> Outcome:
+    """Run one arm and keep what tables and plots need; ``on_time`` is told how far it is."""
     from thunderagent_sim.fleet.arms import Observed
     from thunderagent_sim.fleet.measures import holds, measure, times_to_first_token
     from thunderagent_sim.fleet.report import Outcome

@@ -106,7 +106,7 @@ def test_durations_become_seconds_and_defaults_are_the_contracts() -> None:
             "acting_decay_tau_seconds": 1.0,
             "buffer_per_program": 100,
             "max_tracked_requests": 10000,
-            "hold_budget": 0.35,
+            "hold_budget": 0.3,
             "prefill_tokens_per_second": 20000.0,
             "max_hold_seconds": None,
         },
