@@ -55,7 +55,7 @@ def wait_for(stream, text: str) -> None:
 
 
 def test_the_policy_keeps_more_of_the_contexts_cached_than_the_baseline() -> None:
-    with running_demo("--json", "--seconds", "18") as process:
+    with running_demo("--json", "--seconds", "26") as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors
     result = json.loads(output)
