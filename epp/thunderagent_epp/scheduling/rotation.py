@@ -46,13 +46,14 @@ has changed. Pure, single-threaded and deterministic like `classifier.py`, whose
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import exp, floor
+from math import floor
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
 from thunderagent_epp.scheduling.decisions import Decision, Pause, Reject, Release, Resume
+from thunderagent_epp.scheduling.hold_time import HoldTime
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
-from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
+from thunderagent_epp.scheduling.program import Lifecycle, Status, Turn
+from thunderagent_epp.scheduling.rotating_program import RotatingProgram
 from thunderagent_epp.scheduling.rules import AdmissionRules
 
 SWEEP_SECONDS = 1.0
@@ -67,33 +68,8 @@ More keeps more programs in their place, less forgives a ledger that counts shor
 costs little (docs/study.md).
 """
 
-BUDGET_SECONDS = 60.0
-"""Over this time the hold budget is meant: the time constant with which H follows a growing queue."""
-
 PATIENCE = 1.5
 """After so many times H, a waiter is made room for at the cost of any idle program, not only of small ones."""
-
-
-@dataclass(slots=True, eq=False)
-class RotatingProgram(Program):
-    """A program whose turns may overlap. ``tokens`` is the context its turns share: that of the last to end."""
-
-    turns: dict[str, Turn] = field(default_factory=dict)
-    """Turns by request, waiting or running; none while acting."""
-    idle_before: float | None = None
-    """When it was acting before its present turns began, for a rollback; None when they created it."""
-    paused_before: bool = False
-    came_from: WorkerRank | None = None
-    """The worker it had last: part of its cache may still be there."""
-    ends: bool = False
-    """A final turn has come: it is forgotten when its turns have ended."""
-
-    @property
-    def size(self) -> int:
-        """Context tokens: the shared ones, and what each of its turns adds to them."""
-        return self.tokens + sum(
-            turn.context_tokens - self.tokens for turn in self.turns.values() if turn.context_tokens > self.tokens
-        )
 
 
 class Rotation(AdmissionRules[RotatingProgram]):
@@ -102,7 +78,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
     def __init__(self, policy: AdmissionPolicy, snapshot: CapacitySnapshot | None = None) -> None:
         self._reserved: dict[WorkerRank, str] = {}
         """Session of the waiting program that keeps a worker's room from all others."""
-        self._hold = _Hold()
+        self._hold = HoldTime()
         super().__init__(_charged_in_full(policy), snapshot)
 
     def configure(self, policy: AdmissionPolicy) -> None:
@@ -489,27 +465,6 @@ class Rotation(AdmissionRules[RotatingProgram]):
             worker = pinned or min(usable, key=lambda one: (-self._room(one), one), default=None)
             if worker is not None:
                 yield from self._bring_in(program, worker, now, forced=True)
-
-
-class _Hold:
-    """H over time: at once where the queue shrinks, slowly where it grows, so that holds are even."""
-
-    __slots__ = ("_mean", "_present", "_since")
-
-    def __init__(self) -> None:
-        self._mean = 0.0
-        self._present = 0.0
-        self._since = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """How long a program waits now before others have to make room for it."""
-        return min(self._mean, self._present)
-
-    def observe(self, present: float, now: float) -> None:
-        """H for the programs that wait now is ``present``; until now it was what was said last."""
-        self._mean += (self._present - self._mean) * (1.0 - exp((self._since - now) / BUDGET_SECONDS))
-        self._present, self._since = present, now
 
 
 def _charged_in_full(policy: AdmissionPolicy) -> AdmissionPolicy:
