@@ -169,7 +169,7 @@ async def test_nothing_is_written(watches: Watches, cluster: Cluster, heard: Hea
     await cluster.create(PODS, pod_object("a"))
     made = len(cluster.mock)
     await watches.watch({POLICIES})
-    await watches.select({VLLM})
     await heard.until("thunderagentpolicies", None, "coder")
+    await watches.select({VLLM})
     await heard.until("pods", None, "a")
     assert {request.method.name for request in list(cluster.mock)[made:]} == {"GET"}
