@@ -385,11 +385,12 @@ class Rotation(AdmissionRules[RotatingProgram]):
             return program.came_from
         # By what runs there: programs that are gone are charged too, and most where few new ones come.
         open_to_it = (one for one in free if free[one] >= need)
-        return min(open_to_it, key=lambda one: (self._running_tokens(one), -free[one], one), default=None)
+        return min(open_to_it, key=lambda one: (self._running_on(one), -free[one], one), default=None)
 
-    def _running_tokens(self, worker: WorkerRank) -> int:
-        """Tokens charged to a worker for running programs."""
-        return self._roster.ledger.used(worker) - self._roster.ledger.idle_tokens(worker)
+    def _running_on(self, worker: WorkerRank) -> int:
+        """How many running programs have their place on a worker."""
+        account = self._roster.ledger.account(worker)
+        return 0 if account is None else len(account.reasoning)
 
     def _reservation(self, program: RotatingProgram) -> WorkerRank | None:
         return next((worker for worker, session in self._reserved.items() if session == program.session), None)

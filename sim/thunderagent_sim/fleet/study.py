@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
 
+from PIL import Image
+
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_sim.fleet.command import run_one
 from thunderagent_sim.fleet.measures import Measures, percentile
@@ -45,7 +47,7 @@ NAMED: Final = (
     _rotation("latency", hold_budget=0.4),
     _rotation("throughput", hold_budget=0.14),
     _rotation("ledger 10% short", ledger_share=0.9),
-    _rotation("threshold .97, budget .35", hold_budget=0.35, pause_threshold=0.97),
+    _rotation("threshold 1, budget .33", hold_budget=0.33, pause_threshold=1.0),
 )
 FLEETS: Final[Mapping[str, Scenario]] = {
     "16 pods": Scenario(32, pods=16),
@@ -86,7 +88,9 @@ def study(directory: Path) -> None:
     (directory / "results.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     names = {arm.name for arm in ARMS} | {"latency", "throughput"}
     first = [outcome for group, outcome, seed in played if not group and seed == 1 and outcome.arm in names]
-    draw_all(directory, first, Scenario(32))
+    for path in draw_all(directory, first, Scenario(32)):
+        # A few colours are enough, and a picture of a third of the size for the repository.
+        Image.open(path).convert("RGB").quantize(48, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _loads(played: Sequence[tuple[Outcome, int]]) -> list[str]:
