@@ -41,7 +41,7 @@ from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
 from thunderagent_epp.scheduling.rooms import Rooms
 from thunderagent_epp.scheduling.roster import CONTINUING, IDLE, NEW
-from thunderagent_epp.scheduling.rules import AdmissionRules
+from thunderagent_epp.scheduling.rules import AdmissionRules, lose_place
 
 
 class Classifier(AdmissionRules[Program]):
@@ -72,17 +72,6 @@ class Classifier(AdmissionRules[Program]):
         self._queues.setdefault(session, {})[turn] = None
         return self._admit_front(session, now)
 
-    def sent(self, request: str, worker: WorkerRank) -> None:
-        """The running request really went to ``worker``; its program's place is there now."""
-        turn = self._tracked.get(request)
-        if turn is None or not turn.running:
-            return
-        program = self._program_of(turn)
-        if program is not None and program.worker != worker:
-            self._roster.open(program)
-            program.worker = worker
-            self._roster.close(program)
-
     def progress(self, request: str, context_tokens: int) -> None:
         """The live context of a tracked request is ``context_tokens`` now; it never shrinks."""
         turn = self._tracked.get(request)
@@ -110,7 +99,7 @@ class Classifier(AdmissionRules[Program]):
             program.acting_since = now
             if program.marked:
                 program.marked = False
-                _lose_place(program)
+                lose_place(program)
             self._roster.close(program)
         return self._forget(turn, now)
 
@@ -169,7 +158,7 @@ class Classifier(AdmissionRules[Program]):
             worker = self._place(program, turn)
         except _DeferError:
             self._roster.open(program)
-            _lose_place(program)
+            lose_place(program)
             if program.deferred_since is None:
                 program.deferred_since = now
             self._roster.close(program)
@@ -198,11 +187,6 @@ class Classifier(AdmissionRules[Program]):
     def _release(self, program: Program, turn: Turn, worker: WorkerRank | None) -> Release:
         self._charge(program, worker)
         return self._start(turn, worker)
-
-    def _start(self, turn: Turn, worker: WorkerRank | None) -> Release:
-        turn.running = True
-        self._running += 1
-        return Release(turn.request, worker)
 
     def _charge(self, program: Program, worker: WorkerRank | None) -> None:
         """Make a program active on ``worker``."""
@@ -293,7 +277,7 @@ class Classifier(AdmissionRules[Program]):
                 if ledger.used(worker) <= target:
                     break
                 self._roster.open(program)
-                _lose_place(program)
+                lose_place(program)
                 self._roster.close(program)
                 yield Pause(program.session, worker)
             if ledger.used(worker) > target:
@@ -309,9 +293,3 @@ class _DeferError(Exception):
 def _pin(program: Program) -> WorkerRank | None:
     """The only worker a waiting turn may be charged to; None leaves it to the rules."""
     return None if program.turn is None else program.turn.pinned
-
-
-def _lose_place(program: Program) -> None:
-    """Pause an opened program."""
-    program.lifecycle = Lifecycle.PAUSED
-    program.worker = None

@@ -54,7 +54,7 @@ from thunderagent_epp.scheduling.hold_time import HoldTime
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Status, Turn
 from thunderagent_epp.scheduling.rotating_program import RotatingProgram
-from thunderagent_epp.scheduling.rules import AdmissionRules
+from thunderagent_epp.scheduling.rules import AdmissionRules, lose_place
 
 SWEEP_SECONDS = 1.0
 
@@ -137,17 +137,6 @@ class Rotation(AdmissionRules[RotatingProgram]):
             self._roster.close(program)
         return tuple(self._admit(now))
 
-    def sent(self, request: str, worker: WorkerRank) -> None:
-        """The running request really went to ``worker``; its program's place is there now."""
-        turn = self._tracked.get(request)
-        if turn is None or not turn.running:
-            return
-        program = self._program_of(turn)
-        if program is not None and program.worker != worker:
-            self._roster.open(program)
-            program.worker = worker
-            self._roster.close(program)
-
     def progress(self, request: str, context_tokens: int) -> None:
         """The live context of a tracked request is ``context_tokens`` now; it never shrinks."""
         turn = self._tracked.get(request)
@@ -206,7 +195,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
         else:
             program.steps -= 1
             if program.paused_before and not program.paused:
-                _lose_place(program)
+                lose_place(program)
             self._end_turn(program, program.idle_before)
         return tuple(self._admit(now))
 
@@ -224,11 +213,6 @@ class Rotation(AdmissionRules[RotatingProgram]):
         """The program a turn is one of; None for a final turn that had no other beside it."""
         program = self._roster.get(turn.session)
         return program if program is not None and program.turns.get(turn.request) is turn else None
-
-    def _start(self, turn: Turn, worker: WorkerRank | None) -> Release:
-        turn.running = True
-        self._running += 1
-        return Release(turn.request, worker)
 
     def _forget(self, turn: Turn) -> None:
         del self._tracked[turn.request]
@@ -254,7 +238,7 @@ class Rotation(AdmissionRules[RotatingProgram]):
 
     def _pause(self, program: RotatingProgram) -> None:
         self._roster.open(program)
-        _lose_place(program)
+        lose_place(program)
         self._roster.close(program)
 
     def _change_context(self, program: RotatingProgram | None, turn: Turn, context_tokens: int) -> None:
@@ -486,9 +470,3 @@ def _is_gone(program: RotatingProgram, now: float) -> bool:
 def _longest_deferred(program: RotatingProgram) -> tuple[float, str]:
     assert program.deferred_since is not None
     return program.deferred_since, program.session
-
-
-def _lose_place(program: RotatingProgram) -> None:
-    """Pause an opened program."""
-    program.lifecycle = Lifecycle.PAUSED
-    program.worker = None

@@ -13,7 +13,7 @@ from math import floor
 from typing import Generic, TypeVar
 
 from thunderagent_epp.scheduling.capacity import CapacitySnapshot, WorkerRank
-from thunderagent_epp.scheduling.decisions import Decision, ProgramState, Reason, State
+from thunderagent_epp.scheduling.decisions import Decision, ProgramState, Reason, Release, State
 from thunderagent_epp.scheduling.policy import AdmissionPolicy
 from thunderagent_epp.scheduling.program import Lifecycle, Program, Status, Turn
 from thunderagent_epp.scheduling.roster import Roster
@@ -51,9 +51,16 @@ class AdmissionRules(ABC, Generic[P]):
     ) -> tuple[Decision, ...]:
         """Track a request of ``input_tokens`` >= 0; released at once, rejected, or neither: then it waits."""
 
-    @abstractmethod
     def sent(self, request: str, worker: WorkerRank) -> None:
         """The running request really went to ``worker``; its program's place is there now."""
+        turn = self._tracked.get(request)
+        if turn is None or not turn.running:
+            return
+        program = self._program_of(turn)
+        if program is not None and program.worker != worker:
+            self._roster.open(program)
+            program.worker = worker
+            self._roster.close(program)
 
     @abstractmethod
     def progress(self, request: str, context_tokens: int) -> None:
@@ -142,6 +149,16 @@ class AdmissionRules(ABC, Generic[P]):
             tracked=len(self._tracked),
         )
 
+    @abstractmethod
+    def _program_of(self, turn: Turn) -> P | None:
+        """The program that a tracked turn is one of; None where it has none to change."""
+
+    def _start(self, turn: Turn, worker: WorkerRank | None) -> Release:
+        """Let a turn run."""
+        turn.running = True
+        self._running += 1
+        return Release(turn.request, worker)
+
     def _refuses(self, request: str, session: str, final: bool) -> Reason | None:
         """Why a request is rejected, with nothing changed; an idle program makes room for a new one."""
         if request in self._tracked:
@@ -179,3 +196,9 @@ class AdmissionRules(ABC, Generic[P]):
                 self._roster.open(program)
                 program.worker = None
                 self._roster.close(program)
+
+
+def lose_place(program: Program) -> None:
+    """Pause an opened program."""
+    program.lifecycle = Lifecycle.PAUSED
+    program.worker = None
